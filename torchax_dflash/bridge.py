@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an unmodified PyTorch module inside a JAX trace, on our cache and attention.
+
+A module has two seams: the cache object it is given, and the attention function it
+looks up in transformers' registry. The cache travels as an argument; attention finds it
+as the keyword argument `static_cache`, which modules hand on to their attention
+function with all others. Nothing is global but the registry entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torchax
+from torchax.interop import jax_view, torch_view
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchax_dflash.attention import paged_attention
+from torchax_dflash.kv_cache import StaticKVCache
+
+# transformers takes any name with "flash" in it for a flash-attention kernel.
+ATTENTION = "static_kv_cache"
+"""The name under which transformers' registry knows our attention."""
+
+Params = dict[str, jax.Array]
+"""A module's parameters and buffers by name; see `TorchModule.linear_weights`."""
+
+
+@dataclass(frozen=True, eq=False)
+class TorchModule:
+    """An unmodified module without its weights: they come with each call.
+
+    Hashed by identity, so that it can be a static part of a jitted function's argument.
+
+    Attributes:
+        module: parameters on the meta device.
+        linear_weights: parameters stored as [in, out], the layout every backend
+            multiplies fastest, and turned back to PyTorch's [out, in] inside the trace,
+            where XLA folds the transposition into the product.
+        tied: names that share another's array, as (name, other).
+    """
+
+    module: torch.nn.Module
+    linear_weights: frozenset[str]
+    tied: tuple[tuple[str, str], ...] = ()
+
+    def __call__(self, params: Params, cache: StaticKVCache, **inputs: Any) -> Any:
+        """Calls the module's forward; arrays in, arrays out (inside a JAX trace).
+
+        Raises:
+            RuntimeError: a layer did not attend through `cache`.
+        """
+        weights = {
+            name: array.T if name in self.linear_weights else array
+            for name, array in params.items()
+        }
+        weights |= {name: weights[other] for name, other in self.tied}
+        with self.running(weights):
+            outputs = torch.func.functional_call(
+                self.module,
+                torch_view(weights),
+                kwargs=torch_view(inputs)
+                | {"past_key_values": cache, "static_cache": cache, "use_cache": True},
+                tie_weights=False,
+            )
+        layers = set(range(len(cache.pool.layers)))
+        if cache.attended != layers:
+            raise RuntimeError(
+                f"{type(self.module).__name__}: expected every attention layer to call "
+                "transformers' attention interface with its keyword arguments, but "
+                f"layers {sorted(layers - cache.attended)} did not. "
+                "This architecture is not supported."
+            )
+        return outputs
+
+    @contextlib.contextmanager
+    def running(self, weights: Params) -> Iterator[None]:
+        """The torchax environment, with matrix products as exact as the weights."""
+        dtype = next(iter(weights.values())).dtype
+        precision = "highest" if dtype == jnp.float32 else "default"
+        with (
+            _hard_wired_sdpa(),
+            torchax.default_env(),
+            jax.default_matmul_precision(precision),
+            torch.no_grad(),
+        ):
+            yield
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    static_cache: StaticKVCache,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface over a `StaticKVCache`.
+
+    A mask that the module built from tensor indices is ignored: it knows nothing of
+    padding, and true positions say the same.
+
+    Args:
+        module: the attention layer; gives `layer_idx` and `is_causal`.
+        query: [B, N, Q, K].
+        key: [B, H, Q, K] as returned by the cache's `update`.
+        value: [B, H, Q, K].
+        attention_mask: ignored.
+        scaling: factor on the scores; None means K ** -0.5.
+        static_cache: the cache of this trace.
+        sliding_window: see `paged_attention`.
+        softcap: see `paged_attention`.
+        s_aux: attention sinks, not supported.
+
+    Returns:
+        [B, Q, N, K] and None for the weights.
+    """
+    if s_aux is not None:
+        raise ValueError(
+            f"{type(module).__name__}: expected attention without sinks, got s_aux. "
+            "Models with attention sinks are not supported."
+        )
+    cache, q = static_cache, jax_view(query)
+    layer_idx: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    cache.attended.add(layer_idx)
+    if cache.page_table is None:
+        out = jnp.zeros_like(q)
+    else:
+        assert cache.context_lens is not None
+        assert cache.block_lens is not None
+        out = paged_attention(
+            q,
+            jax_view(key),
+            jax_view(value),
+            pages=cache.pool.layers[layer_idx],
+            page_table=cache.page_table,
+            context_lens=cache.context_lens,
+            block_lens=cache.block_lens,
+            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+            is_causal=bool(module.is_causal),
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+    return torch_view(out.swapaxes(1, 2)), None
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+
+
+@contextlib.contextmanager
+def _hard_wired_sdpa() -> Iterator[None]:
+    """While a trace runs, "sdpa" means ours for calls that bring our cache.
+
+    The `dflash` package's modules look up "sdpa" whatever their config says.
+    """
+    original: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def sdpa(*args: Any, **kwargs: Any) -> Any:
+        ours = "static_cache" in kwargs
+        return (attention_forward if ours else original)(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+    try:
+        yield
+    finally:
+        # Leave the registry as it was: the entry of the class, or one set before.
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if ALL_ATTENTION_FUNCTIONS["sdpa"] is not original:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = original

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode loop on the device: ingest, draft, verify, accept, several times a visit.
+
+One step for each request, whose last decided token (the anchor) is at `seq_len`:
+
+    position      … seq_len-1 | seq_len   +1     +2    …
+    target cache  … stored    | (this step stores the block)
+    block                     | anchor   draft  draft …
+    verified by target        | token    token  token … : the first that differ from the
+                                                          drafts, and all after, fall
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from torchax_dflash import draft_model, target_model
+from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.kv_cache import KVPool, slots_of
+from torchax_dflash.sampling import accept_greedy
+from torchax_dflash.target_model import TargetModel
+
+PAGE_SIZE = 128
+"""Rows of a page offline, where a request owns one contiguous run of pages."""
+
+NUM_STOP_IDS = 16
+"""E, stop-token slots of a request; unused ones hold -1."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """Everything a batch of requests keeps on the device between host visits.
+
+    Attributes:
+        target_pool: the target's K/V.
+        draft_pool: the draft's K/V of the same rows, or None without a draft.
+        page_table: int32 [B, pages].
+        anchors: int32 [B], last decided token, not yet in any cache.
+        seq_lens: int32 [B], tokens before the anchor.
+        limits: int32 [B], most tokens (prompt and output) the request may have.
+        stop_ids: int32 [B, E].
+        active: bool [B].
+        features: [B, Q, F], aux hidden states of the last verified block.
+        num_new: int32 [B], rows of `features` that were accepted and not ingested.
+    """
+
+    target_pool: KVPool
+    draft_pool: KVPool | None
+    page_table: jax.Array
+    anchors: jax.Array
+    seq_lens: jax.Array
+    limits: jax.Array
+    stop_ids: jax.Array
+    active: jax.Array
+    features: jax.Array
+    num_new: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Steps:
+    """What the steps of one host visit produced (S steps at most).
+
+    Attributes:
+        token_ids: int32 [S, B, Q]; the first `num_tokens` of each row count.
+        num_tokens: int32 [S, B], the acceptance length; 0 for idle requests.
+        num_accepted: int32 [S, B], how many of them were drafts.
+    """
+
+    token_ids: jax.Array
+    num_tokens: jax.Array
+    num_accepted: jax.Array
+
+
+def make_state(
+    target: TargetModel,
+    draft: DraftModel | None,
+    *,
+    batch_size: int,
+    max_model_len: int,
+    num_speculative_tokens: int,
+) -> DecodeState:
+    """Allocates the state of `batch_size` idle requests."""
+    pages = -(-max_model_len // PAGE_SIZE)
+    num_pages = batch_size * pages
+
+    def integers(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    feature_size = draft.config.feature_size if draft else 0
+    block = num_speculative_tokens + 1
+    return DecodeState(
+        target_pool=target.make_pool(num_pages=num_pages, page_size=PAGE_SIZE),
+        draft_pool=draft
+        and draft.make_pool(num_pages=num_pages, page_size=PAGE_SIZE),
+        page_table=jnp.arange(num_pages, dtype=jnp.int32).reshape(batch_size, pages),
+        anchors=integers(batch_size),
+        seq_lens=integers(batch_size),
+        limits=integers(batch_size),
+        stop_ids=integers(batch_size, NUM_STOP_IDS),
+        active=jnp.zeros(batch_size, bool),
+        features=jnp.zeros((batch_size, block, feature_size), target.dtype),
+        num_new=integers(batch_size),
+    )
+
+
+@partial(jax.jit, donate_argnames="state")
+def prefill(
+    target: TargetModel,
+    draft: DraftModel | None,
+    state: DecodeState,
+    *,
+    row: jax.Array,
+    token_ids: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    limit: jax.Array,
+    stop_ids: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+    """Reads one chunk of one request's prompt; after its last chunk it is active.
+
+    Args:
+        target: the target.
+        draft: the draft, or None.
+        state: donated.
+        row: int32 [], the request's row in the batch.
+        token_ids: int32 [T], a chunk, padded.
+        start: int32 [], position of its first token.
+        length: int32 [], tokens that count.
+        limit: int32 [], the request's limit, or 0 while more chunks follow.
+        stop_ids: int32 [E].
+
+    Returns:
+        The state, and the token after the chunk, int32 [].
+    """
+    page_table = state.page_table[row][None]
+    context_lens, block_lens = start[None], length[None]
+    target_pool, logits, features = target_model.forward(
+        target,
+        state.target_pool,
+        token_ids[None],
+        page_table=page_table,
+        context_lens=context_lens,
+        block_lens=block_lens,
+        layer_ids=draft.config.target_layer_ids if draft else (),
+        logits_row=jnp.maximum(length - 1, 0),
+    )
+    draft_pool = _ingest(
+        draft,
+        state.draft_pool,
+        features=features,
+        page_table=page_table,
+        first=context_lens,
+        count=block_lens,
+    )
+    token = jnp.argmax(logits[0, 0]).astype(jnp.int32)
+    seq_len = start + length
+    active = (seq_len + 1 < limit) & ~(token == stop_ids).any()
+    return (
+        replace(
+            state,
+            target_pool=target_pool,
+            draft_pool=draft_pool,
+            anchors=state.anchors.at[row].set(token),
+            seq_lens=state.seq_lens.at[row].set(seq_len),
+            limits=state.limits.at[row].set(limit),
+            stop_ids=state.stop_ids.at[row].set(stop_ids),
+            active=state.active.at[row].set(active),
+            num_new=state.num_new.at[row].set(0),
+        ),
+        token,
+    )
+
+
+@partial(
+    jax.jit,
+    static_argnames=("num_speculative_tokens", "max_steps"),
+    donate_argnames="state",
+)
+def decode(
+    target: TargetModel,
+    draft: DraftModel | None,
+    state: DecodeState,
+    *,
+    keep: jax.Array,
+    num_steps: jax.Array,
+    num_speculative_tokens: int,
+    max_steps: int,
+) -> tuple[DecodeState, Steps]:
+    """Runs up to `num_steps` steps without the host; stops when no request is active.
+
+    Args:
+        target: the target.
+        draft: the draft, or None for plain decoding (no speculative tokens then).
+        state: donated.
+        keep: bool [B], requests that the host still wants.
+        num_steps: int32 [], at most `max_steps`.
+        num_speculative_tokens: drafts a step (static).
+        max_steps: room in the result (static).
+    """
+    batch_size = state.anchors.shape[0]
+    state = replace(state, active=state.active & keep)
+    shape = (max_steps, batch_size)
+    steps = Steps(
+        token_ids=jnp.zeros((*shape, num_speculative_tokens + 1), jnp.int32),
+        num_tokens=jnp.zeros(shape, jnp.int32),
+        num_accepted=jnp.zeros(shape, jnp.int32),
+    )
+
+    def more(carry):
+        index, state, _ = carry
+        return (index < num_steps) & state.active.any()
+
+    def body(carry):
+        index, state, steps = carry
+        state, step = _step(target, draft, state, num_speculative_tokens)
+        steps = jax.tree.map(lambda all_, one: all_.at[index].set(one), steps, step)
+        return index + 1, state, steps
+
+    _, state, steps = jax.lax.while_loop(more, body, (0, state, steps))
+    return state, steps
+
+
+def _step(
+    target: TargetModel,
+    draft: DraftModel | None,
+    state: DecodeState,
+    num_speculative_tokens: int,
+) -> tuple[DecodeState, Steps]:
+    """Ingest, draft, verify, accept: one step of every active request."""
+    # Near its limit a request verifies fewer rows; idle ones none.
+    room = state.limits - state.seq_lens
+    block_lens = jnp.where(
+        state.active, jnp.minimum(num_speculative_tokens + 1, room), 0
+    )
+    draft_pool = _ingest(
+        draft,
+        state.draft_pool,
+        features=state.features,
+        page_table=state.page_table,
+        first=state.seq_lens - state.num_new,
+        count=state.num_new,
+    )
+    if draft is None:
+        draft_token_ids = jnp.zeros((state.anchors.shape[0], 0), jnp.int32)
+    else:
+        draft_token_ids = draft_model.draft_tokens(
+            draft,
+            target,
+            draft_pool,
+            state.anchors,
+            page_table=state.page_table,
+            context_lens=state.seq_lens,
+            block_lens=block_lens,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+    target_pool, logits, features = target_model.forward(
+        target,
+        state.target_pool,
+        jnp.concatenate([state.anchors[:, None], draft_token_ids], axis=1),
+        page_table=state.page_table,
+        context_lens=state.seq_lens,
+        block_lens=block_lens,
+        layer_ids=draft.config.target_layer_ids if draft else (),
+    )
+    accepted = accept_greedy(logits, draft_token_ids, block_lens - 1)
+    num_tokens, stopped = _count_tokens(state, accepted.token_ids, accepted.num_accepted)
+
+    last = jnp.maximum(num_tokens - 1, 0)[:, None]
+    anchors = jnp.take_along_axis(accepted.token_ids, last, axis=1)[:, 0]
+    seq_lens = state.seq_lens + num_tokens
+    state = replace(
+        state,
+        target_pool=target_pool,
+        draft_pool=draft_pool,
+        anchors=jnp.where(state.active, anchors, state.anchors),
+        seq_lens=seq_lens,
+        active=state.active & ~stopped & (seq_lens + 1 < state.limits),
+        features=features,
+        num_new=num_tokens,
+    )
+    return state, Steps(
+        token_ids=accepted.token_ids,
+        num_tokens=num_tokens,
+        num_accepted=jnp.minimum(accepted.num_accepted, num_tokens),
+    )
+
+
+def _count_tokens(
+    state: DecodeState, token_ids: jax.Array, num_accepted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """How many of a block's tokens count: up to the limit, and to a stop token.
+
+    Returns:
+        int32 [B] and whether a stop token was reached, bool [B].
+    """
+    room = state.limits - state.seq_lens - 1
+    num_tokens = jnp.where(state.active, jnp.minimum(num_accepted + 1, room), 0)
+    columns = jnp.arange(token_ids.shape[1])
+    stops = (token_ids[:, :, None] == state.stop_ids[:, None, :]).any(-1)
+    stops &= columns < num_tokens[:, None]
+    stopped = stops.any(axis=1)
+    return jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, num_tokens), stopped
+
+
+def _ingest(
+    draft: DraftModel | None,
+    pool: KVPool | None,
+    *,
+    features: jax.Array,
+    page_table: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+) -> KVPool | None:
+    """Ingests the first `count` rows of features [B, R, F], from position `first`."""
+    if draft is None or pool is None:
+        return None
+    rows = jnp.arange(features.shape[1])
+    positions = first[:, None] + rows
+    slots = slots_of(pool, page_table, positions, rows < count[:, None])
+    return draft_model.ingest(
+        draft,
+        pool,
+        features.reshape(-1, features.shape[-1]),
+        positions.reshape(-1),
+        slots.reshape(-1),
+    )

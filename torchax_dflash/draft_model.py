@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft: one unmodified DFlash module, called in two ways.
+
+The module's forward does two jobs at once: it turns context features into K/V, and it
+drafts. Called twice, and with dead code removed by XLA, it becomes two programs:
+
+    ingest   features of newly accepted tokens -> K/V rows in the pool
+             (queries, attention and MLPs feed nothing that is kept: XLA drops them)
+    draft    anchor and mask tokens -> draft tokens, attending to the pool
+             (an empty context: no features, no writes)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dflash.model
+import jax
+import jax.numpy as jnp
+import torch
+from torchax.interop import jax_view, torch_view
+from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from torchax_dflash.bridge import Params, TorchModule
+from torchax_dflash.config import DFlashConfig, config_error
+from torchax_dflash.kv_cache import KVPool, StaticKVCache
+from torchax_dflash.weights import (
+    build_module,
+    find_checkpoint,
+    load_params,
+    params_of,
+)
+
+_ARCHITECTURES = {"DFlashDraftModel": dflash.model.DFlashDraftModel}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft and its weights; a pytree, so it goes into jitted functions as it is.
+
+    Attributes:
+        params: weights by name, the only copy. Embedding and head are the target's.
+        module: the unmodified module (static).
+        config: checked (static).
+    """
+
+    params: Params
+    module: TorchModule = field(metadata={"static": True})
+    config: DFlashConfig = field(metadata={"static": True})
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str = "float32",
+        trust_remote_code: bool = False,
+    ) -> DraftModel:
+        """Loads a DFlash draft.
+
+        Args:
+            name_or_path: a checkpoint folder or a hub id.
+            dtype: of weights, cache and computation: the target's.
+            trust_remote_code: run the module that the checkpoint brings, instead of
+                the `dflash` package's class of the same name.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            ValueError: an unknown architecture, or a config or weights that are broken.
+        """
+        folder = find_checkpoint(name_or_path)
+        hf_config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+        module_class, own_code = _module_class(hf_config, folder, trust_remote_code)
+        config = DFlashConfig.from_hf(hf_config, own_code=own_code)
+        built = build_module(module_class, hf_config)
+        return cls(
+            params=load_params(built, folder, jnp.dtype(dtype)),
+            module=built,
+            config=config,
+        )
+
+    @classmethod
+    def from_torch(cls, module: Any, *, dtype: str = "float32") -> DraftModel:
+        """Copies the weights of a DFlash module that is already in memory."""
+        hf_config = type(module.config).from_dict(module.config.to_dict())
+        built = build_module(type(module), hf_config)
+        return cls(
+            params=params_of(built, module, jnp.dtype(dtype)),
+            module=built,
+            config=DFlashConfig.from_hf(hf_config, own_code=True),
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights, cache and computation."""
+        return self.params["fc.weight"].dtype
+
+    def make_pool(self, *, num_pages: int, page_size: int) -> KVPool:
+        """An empty cache of context rows for this model."""
+        return KVPool.zeros(
+            num_layers=self.config.num_hidden_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+
+
+@partial(jax.jit, donate_argnames="pool")
+def ingest(
+    draft: DraftModel,
+    pool: KVPool,
+    features: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array,
+) -> KVPool:
+    """Stores the draft's K/V of new context rows, of all requests in one flat run.
+
+    Args:
+        draft: the model.
+        pool: its cache, donated.
+        features: [T, F], the target's aux hidden states of accepted tokens.
+        positions: int32 [T].
+        slots: int32 [T]; rows at `pool.num_slots` are padding and dropped.
+
+    Returns:
+        The pool with these rows.
+    """
+    hidden = draft.config.hidden_size
+    cache = StaticKVCache(pool=pool, slots=slots)
+    draft.module(
+        draft.params,
+        cache,
+        target_hidden=features[None].astype(draft.dtype),
+        noise_embedding=jnp.zeros((1, 1, hidden), draft.dtype),
+        position_ids=jnp.append(positions, 0)[None],
+    )
+    return cache.pool
+
+
+def draft_hidden_states(
+    draft: DraftModel,
+    pool: KVPool,
+    noise_embedding: jax.Array,
+    *,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    block_lens: jax.Array,
+) -> jax.Array:
+    """The module's output over noise blocks, [B, Q, D] -> [B, Q, D]."""
+    batch, rows, _ = noise_embedding.shape
+    cache = StaticKVCache(
+        pool=pool,
+        page_table=page_table,
+        context_lens=context_lens,
+        block_lens=block_lens,
+    )
+    hidden = draft.module(
+        draft.params,
+        cache,
+        target_hidden=jnp.zeros((batch, 0, draft.config.feature_size), draft.dtype),
+        noise_embedding=noise_embedding,
+        position_ids=context_lens[:, None] + jnp.arange(rows),
+    )
+    return jax_view(hidden)
+
+
+@partial(jax.jit, static_argnames="num_speculative_tokens")
+def draft_tokens(
+    draft: DraftModel,
+    target: Any,
+    pool: KVPool,
+    anchors: jax.Array,
+    *,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    block_lens: jax.Array,
+    num_speculative_tokens: int,
+) -> jax.Array:
+    """Drafts a block for each request in one pass.
+
+    Args:
+        draft: the model.
+        target: lends its `embed` and `head_weight`.
+        pool: the draft's cache; read only.
+        anchors: int32 [B], the last decided tokens, at position `context_lens`.
+        page_table: int32 [B, pages].
+        context_lens: int32 [B], ingested rows.
+        block_lens: int32 [B], 1 + the number of drafts wanted of each row. A shorter
+            block is not a prefix of a longer one: the missing rows are not attended to.
+        num_speculative_tokens: drafts per row, 1 to block_size - 1 (static).
+
+    Returns:
+        draft_token_ids, int32 [B, num_speculative_tokens]; those past `block_lens - 1`
+        mean nothing.
+    """
+    masks = jnp.full(
+        (anchors.shape[0], num_speculative_tokens),
+        draft.config.mask_token_id,
+        jnp.int32,
+    )
+    block = jnp.concatenate([anchors[:, None], masks], axis=1)
+    noise = target.embed(block).astype(draft.dtype) * draft.config.input_embedding_scale
+    hidden = draft_hidden_states(
+        draft,
+        pool,
+        noise,
+        page_table=page_table,
+        context_lens=context_lens,
+        block_lens=block_lens,
+    )
+    logits = _logits(draft, hidden[:, 1:], target.head_weight)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _logits(draft: DraftModel, hidden: jax.Array, head_weight: jax.Array) -> jax.Array:
+    """Through the target's head, by the module's own `compute_logits` if it has one."""
+    module: Any = draft.module.module
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        return rows @ torch_view(head_weight)
+
+    with draft.module.running(draft.params):
+        rows = torch_view(hidden)
+        if hasattr(module, "compute_logits"):
+            return jax_view(module.compute_logits(rows, head))
+        return jax_view(head(rows))
+
+
+def _module_class(
+    hf_config: Any, folder: Path, trust_remote_code: bool
+) -> tuple[type, bool]:
+    """The class to build, and whether it is the checkpoint's own code."""
+    architecture = (hf_config.architectures or [None])[0]
+    auto_map = getattr(hf_config, "auto_map", None) or {}
+    if trust_remote_code and "AutoModel" in auto_map:
+        return get_class_from_dynamic_module(auto_map["AutoModel"], str(folder)), True
+    if architecture in _ARCHITECTURES:
+        return _ARCHITECTURES[architecture], False
+    remedy = "Choose another draft."
+    if "AutoModel" in auto_map:
+        remedy = (
+            "The checkpoint brings code of its own: read it, then load with "
+            "trust_remote_code=True."
+        )
+    raise config_error("architectures", f"one of {sorted(_ARCHITECTURES)}", architecture, remedy)

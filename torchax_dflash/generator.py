@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline generation: prompts in, texts out, with or without a draft.
+
+The host admits prompts to free rows of the batch, lets the device run a few steps, and
+reads their tokens; nothing else crosses between the two.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torchax_dflash import decoding
+from torchax_dflash.config import config_error
+from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.target_model import TargetModel
+from torchax_dflash.text import TextStream
+
+_CHUNKS = (16, 64, 256)
+"""Rows of a prefill program; prompts are cut into these."""
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. Decoding is greedy.
+
+    Attributes:
+        max_tokens: most new tokens.
+        stop: texts that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output, besides the target's EOS; they are
+            part of it.
+        ignore_eos: go on after the target's EOS.
+    """
+
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass
+class GenerationOutput:
+    """One prompt's continuation.
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        token_ids: the output, an ending stop token included.
+        from_draft: for each of them, whether it was an accepted draft.
+        acceptance_lengths: tokens that each target pass after the prefill gave.
+        text: the output as text, without special tokens; "" without a tokenizer.
+        finish_reason: "stop" or "length"; None while unfinished.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    acceptance_lengths: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tau, mean tokens per target pass (1.0 is plain decoding; 0.0: no pass)."""
+        lengths = self.acceptance_lengths
+        return sum(lengths) / len(lengths) if lengths else 0.0
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """News of one prompt.
+
+    Attributes:
+        index: which prompt.
+        segments: new text, each with whether an accepted draft completed it.
+        output: everything so far; final when its `finish_reason` is set.
+    """
+
+    index: int
+    segments: list[tuple[str, bool]]
+    output: GenerationOutput
+
+
+@dataclass
+class RunStats:
+    """Counts of one `generate` or `stream` run; seconds are wall-clock time.
+
+    Attributes:
+        prefill_seconds: reading prompts (each gives the first token of its output).
+        decode_seconds: everything after.
+        decode_tokens: tokens that decoding gave.
+        recompilations: programs compiled during the run; 0 after `warm_up`.
+    """
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0
+    recompilations: int = 0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of all requests together; 0.0 if nothing was decoded."""
+        seconds = self.decode_seconds
+        return self.decode_tokens / seconds if seconds else 0.0
+
+
+class Generator:
+    """Generates with a target and, if one is given, a draft.
+
+    Attributes:
+        stats: of the latest run.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None = None,
+        *,
+        tokenizer: Any = None,
+        max_model_len: int = 2048,
+        max_num_seqs: int = 1,
+        num_speculative_tokens: int | None = None,
+        steps_per_visit: int = 8,
+    ) -> None:
+        """Allocates the caches.
+
+        Args:
+            target: the target.
+            draft: the draft, or None for plain decoding.
+            tokenizer: of transformers; needed for prompts, outputs and stops as text.
+            max_model_len: most tokens of a prompt and its output.
+            max_num_seqs: B, prompts that run at the same time.
+            num_speculative_tokens: drafts a step, 1 to block_size - 1 (the default).
+            steps_per_visit: most decode steps before the host looks.
+
+        Raises:
+            ValueError: target, draft and numbers do not fit together.
+        """
+        for name, value in (
+            ("max_model_len", max_model_len),
+            ("max_num_seqs", max_num_seqs),
+            ("steps_per_visit", steps_per_visit),
+        ):
+            if value < 1:
+                raise config_error(name, "at least 1", value, "Raise it.")
+        if draft is None:
+            if num_speculative_tokens:
+                raise config_error(
+                    "num_speculative_tokens",
+                    "None without a draft",
+                    num_speculative_tokens,
+                    "Give a draft, or leave it out.",
+                )
+            self.num_speculative_tokens = 0
+        else:
+            draft.config.check_target(target.config)
+            if draft.dtype != target.dtype:
+                raise config_error(
+                    "dtype",
+                    f"the target's, {target.dtype}",
+                    str(draft.dtype),
+                    "Load both with the same dtype.",
+                )
+            self.num_speculative_tokens = draft.config.check_num_speculative_tokens(
+                num_speculative_tokens
+            )
+        self.target = target
+        self.draft = draft
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.steps_per_visit = steps_per_visit
+        self.stats = RunStats()
+        self._state: decoding.DecodeState | None = self._make_state()
+        self._running = False
+
+    def warm_up(self, on_program: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every program, so that no later run compiles anything.
+
+        Args:
+            on_program: called with (programs done, programs in all), first with 0.
+        """
+        chunks = [size for size in _CHUNKS if size == 16 or size < 2 * self.max_model_len]
+        total = len(chunks) + 1
+        report = on_program or (lambda done, total: None)
+        report(0, total)
+        no_stops = [-1] * decoding.NUM_STOP_IDS
+        for done, size in enumerate(chunks, start=1):
+            self._prefill_chunk(0, [0] * size, 0, size, 0, no_stops, count=0)
+            report(done, total)
+        self._decode([False] * self.max_num_seqs)
+        report(total, total)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[GenerationOutput]:
+        """Continues each prompt (text or token ids); outputs in the same order.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot be served; before anything runs.
+        """
+        outputs: dict[int, GenerationOutput] = {}
+        for event in self.stream(prompts, params):
+            outputs[event.index] = event.output
+        return [outputs[index] for index in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Iterator[StreamEvent]:
+        """Like `generate`, but yields what is new after each host visit."""
+        params = params or SamplingParams()
+        requests = [
+            self._make_request(index, prompt, params)
+            for index, prompt in enumerate(prompts)
+        ]
+        if self._running:
+            raise RuntimeError(
+                "Generator: expected one run at a time, got a second one. Finish or "
+                "close the first, give all prompts to one call, or make another "
+                "Generator."
+            )
+        return self._run(requests)
+
+    def _run(self, requests: list[_Request]) -> Iterator[StreamEvent]:
+        self._running = True
+        self.stats = RunStats()
+        try:
+            waiting = deque(requests)
+            rows: list[_Request | None] = [None] * self.max_num_seqs
+            while waiting or any(rows):
+                for row, request in enumerate(rows):
+                    if request is None and waiting:
+                        rows[row] = request = waiting.popleft()
+                        yield self._admit(row, request)
+                        if request.output.finish_reason:
+                            rows[row] = None
+                if any(rows):
+                    yield from self._visit(rows)
+        finally:
+            self._running = False
+
+    def _admit(self, row: int, request: _Request) -> StreamEvent:
+        """Prefills one prompt; the last chunk gives the first token."""
+        started = time.perf_counter()
+        prompt = request.output.prompt_token_ids
+        start = 0
+        for size in _chunk_sizes(len(prompt)):
+            chunk = prompt[start : start + size]
+            is_last = start + size >= len(prompt)
+            limit = request.limit if is_last else 0
+            token = self._prefill_chunk(
+                row, chunk, start, size, limit, request.stop_ids
+            )
+            start += size
+        self.stats.prefill_seconds += time.perf_counter() - started
+        return request.add([int(token)], num_accepted=0, is_step=False)
+
+    def _visit(self, rows: list[_Request | None]) -> Iterator[StreamEvent]:
+        """Lets the device run some steps; one event for each request."""
+        started = time.perf_counter()
+        steps = self._decode([request is not None for request in rows])
+        self.stats.decode_seconds += time.perf_counter() - started
+        self.stats.decode_tokens += int(steps.num_tokens.sum())
+        for row, request in enumerate(rows):
+            if request is None:
+                continue
+            segments: list[tuple[str, bool]] = []
+            for step in range(self.steps_per_visit):
+                count = int(steps.num_tokens[step, row])
+                if count == 0 or request.output.finish_reason:
+                    break
+                event = request.add(
+                    steps.token_ids[step, row, :count].tolist(),
+                    num_accepted=int(steps.num_accepted[step, row]),
+                    is_step=True,
+                )
+                segments += event.segments
+            yield StreamEvent(request.index, segments, request.output)
+            if request.output.finish_reason:
+                rows[row] = None
+
+    def _prefill_chunk(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        start: int,
+        size: int,
+        limit: int,
+        stop_ids: Sequence[int],
+        count: int | None = None,
+    ) -> int:
+        padded = np.zeros(size, np.int32)
+        padded[: len(token_ids)] = token_ids
+        scalars = (row, start, len(token_ids) if count is None else count, limit)
+        arguments = jax.device_put(
+            (padded, np.array(stop_ids, np.int32), *map(np.int32, scalars))
+        )
+        padded, stops, row_, start_, length_, limit_ = arguments
+        token = self._on_state(
+            decoding.prefill,
+            row=row_,
+            token_ids=padded,
+            start=start_,
+            length=length_,
+            limit=limit_,
+            stop_ids=stops,
+        )
+        return int(jax.device_get(token))
+
+    def _decode(self, keep: list[bool]) -> Any:
+        keep_, num_steps = jax.device_put(
+            (np.array(keep), np.int32(self.steps_per_visit))
+        )
+        steps = self._on_state(
+            decoding.decode,
+            keep=keep_,
+            num_steps=num_steps,
+            num_speculative_tokens=self.num_speculative_tokens,
+            max_steps=self.steps_per_visit,
+        )
+        return jax.device_get(steps)
+
+    def _on_state(self, program: Callable[..., Any], **arguments: Any) -> Any:
+        """Runs a program that takes the state and gives it back, counting compilations."""
+        before = _compilations().count
+        # The state is donated: if the program is interrupted, it is gone.
+        state, self._state = self._state or self._make_state(), None
+        self._state, result = program(self.target, self.draft, state, **arguments)
+        self.stats.recompilations += _compilations().count - before
+        return result
+
+    def _make_state(self) -> decoding.DecodeState:
+        return decoding.make_state(
+            self.target,
+            self.draft,
+            batch_size=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
+
+    def _make_request(
+        self, index: int, prompt: Prompt, params: SamplingParams
+    ) -> _Request:
+        """Checks one prompt and its parameters."""
+        ids = self._token_ids(index, prompt)
+        if params.max_tokens < 1:
+            raise config_error(
+                "max_tokens", "at least 1", params.max_tokens, "Ask for a token."
+            )
+        if params.stop and self.tokenizer is None:
+            raise config_error(
+                "stop",
+                "no stop texts without a tokenizer",
+                params.stop,
+                "Give the Generator a tokenizer, or use stop_token_ids.",
+            )
+        stop_ids = [*params.stop_token_ids]
+        if not params.ignore_eos:
+            stop_ids += self.target.config.eos_token_ids
+        if len(stop_ids) > decoding.NUM_STOP_IDS:
+            raise config_error(
+                "stop_token_ids",
+                f"at most {decoding.NUM_STOP_IDS}, the target's EOS included",
+                len(stop_ids),
+                "Use fewer.",
+            )
+        padding = [-1] * (decoding.NUM_STOP_IDS - len(stop_ids))
+        return _Request(
+            index=index,
+            output=GenerationOutput(prompt_token_ids=ids),
+            limit=min(len(ids) + params.max_tokens, self.max_model_len),
+            stop_ids=stop_ids + padding,
+            stream=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
+        )
+
+    def _token_ids(self, index: int, prompt: Prompt) -> list[int]:
+        name = f"prompts[{index}]"
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise config_error(
+                    name, "token ids without a tokenizer", prompt, "Give a tokenizer."
+                )
+            ids = self.tokenizer(prompt).input_ids
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids:
+            raise config_error(name, "at least one token", prompt, "Write a prompt.")
+        vocab_size = self.target.config.vocab_size
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise config_error(
+                name,
+                f"token ids 0 to {vocab_size - 1}",
+                outside[:3],
+                "Use the target's own tokenizer.",
+            )
+        if len(ids) >= self.max_model_len:
+            raise config_error(
+                name,
+                f"fewer tokens than max_model_len, {self.max_model_len}",
+                len(ids),
+                "Shorten the prompt or raise max_model_len.",
+            )
+        return ids
+
+
+@dataclass
+class _Request:
+    """A prompt on its way through the generator."""
+
+    index: int
+    output: GenerationOutput
+    limit: int
+    stop_ids: list[int]
+    stream: TextStream | None
+
+    def add(
+        self, token_ids: list[int], *, num_accepted: int, is_step: bool
+    ) -> StreamEvent:
+        """Appends the tokens of one target pass, up to a stop text."""
+        output, segments, count = self.output, [], 0
+        for count, token in enumerate(token_ids, start=1):
+            output.token_ids.append(token)
+            output.from_draft.append(count <= num_accepted)
+            if self.stream is not None:
+                segments += self.stream.push(token, from_draft=count <= num_accepted)
+                if self.stream.stopped:
+                    output.finish_reason = "stop"
+                    break
+        if is_step:
+            output.acceptance_lengths.append(count)
+        if output.finish_reason is None:
+            total = len(output.prompt_token_ids) + len(output.token_ids)
+            if output.token_ids[-1] in self.stop_ids:
+                output.finish_reason = "stop"
+            elif total >= self.limit:
+                output.finish_reason = "length"
+        if self.stream is not None:
+            if output.finish_reason:
+                segments += self.stream.flush()
+            output.text = self.stream.text
+        return StreamEvent(self.index, segments, output)
+
+
+def _chunk_sizes(length: int) -> Iterator[int]:
+    """Cuts a prompt into prefill chunks: the smallest that wastes less than half."""
+    while length > 0:
+        fitting = [size for size in _CHUNKS if size >= length]
+        smaller = [size for size in _CHUNKS if size <= length]
+        wasteful = bool(smaller) and (not fitting or fitting[0] > 2 * length)
+        size = smaller[-1] if wasteful else fitting[0]
+        yield size
+        length -= size
+
+
+class _Compilations:
+    """Counts the programs that JAX compiles in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_: object) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+@functools.cache
+def _compilations() -> _Compilations:
+    return _Compilations()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Static key/value storage, and the cache object that PyTorch modules see.
+
+A module asks its cache for one thing, `update(k, v, layer_idx)`. Ours writes rows
+into a fixed JAX buffer instead of growing a tensor:
+
+    KVPool, one layer              page_table [B, 3]     context_lens [B]
+    page 0  | r r r r |            request 0: 3 1 0      request 0: 9
+    page 1  | r r r r |            request 1: 2 4 5      request 1: 5
+    page 2  | s s s s |
+    page 3  | r r r r |            position p of request b lies at slot
+    page 4  | s . . . |            page_table[b, p // page_size] * page_size
+    page 5  | . . . . |                + p % page_size
+
+Nothing else is kept about a sequence: rejecting drafts means not counting their
+rows, and rows that are not counted may hold anything, NaN included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import torch
+from torchax.interop import jax_view
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPool:
+    """Paged K and V of every layer, allocated once and donated through each step.
+
+    Attributes:
+        layers: per layer (K, V), each [P, page_size, H, K] in the model's dtype.
+    """
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+
+    @classmethod
+    def zeros(
+        cls,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: jnp.dtype,
+    ) -> KVPool:
+        """Allocates 2 * L * P * page_size * H * K elements."""
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
+
+        def buffer() -> jax.Array:
+            return jnp.zeros(shape, dtype)
+
+        return cls(tuple((buffer(), buffer()) for _ in range(num_layers)))
+
+    @property
+    def page_size(self) -> int:
+        """Rows of one page."""
+        return self.layers[0][0].shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the whole pool; also the slot number that means "drop"."""
+        return self.layers[0][0].shape[0] * self.page_size
+
+
+def slots_of(
+    pool: KVPool,
+    page_table: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+) -> jax.Array:
+    """Slots of `positions`; rows that are not valid get the slot that is dropped.
+
+    Args:
+        pool: the pool they lie in.
+        page_table: int32 [B, pages].
+        positions: int32 [B, R].
+        valid: bool [B, R].
+
+    Returns:
+        int32 [B, R], in 0 … num_slots (that last one drops the row).
+    """
+    page_index = jnp.clip(positions // pool.page_size, 0, page_table.shape[1] - 1)
+    pages = jnp.take_along_axis(page_table, page_index, axis=1)
+    slots = pages * pool.page_size + positions % pool.page_size
+    return jnp.where(valid, slots, pool.num_slots)
+
+
+@dataclass(eq=False)
+class StaticKVCache:
+    """What an unmodified module gets as `past_key_values`; lives for one trace.
+
+    The module's own rows go back to it unchanged: attention joins them to the context
+    that `page_table` points to. If `slots` is given, the first `slots.size` of the
+    rows are also stored.
+
+    Attributes:
+        pool: replaced by `update`, so that afterwards it is the new pool.
+        slots: int32 [R] where to store rows, or None to store nothing.
+        page_table: int32 [B, pages] of the context to attend to, or None for a module
+            call whose attention output is not wanted.
+        context_lens: int32 [B] stored rows that are visible.
+        block_lens: int32 [B] own rows that are visible.
+        attended: layers that really attended through us.
+    """
+
+    pool: KVPool
+    slots: jax.Array | None = None
+    page_table: jax.Array | None = None
+    context_lens: jax.Array | None = None
+    block_lens: jax.Array | None = None
+    attended: set[int] = field(default_factory=set)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        cache_kwargs: dict | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores rows of K and V, [B, H, R, K]; returns both as they came."""
+        if self.slots is not None:
+            layers = list(self.pool.layers)
+            layers[layer_idx] = tuple(
+                _store(pages, jax_view(rows), self.slots)
+                for pages, rows in zip(
+                    layers[layer_idx], (key_states, value_states), strict=True
+                )
+            )
+            self.pool = KVPool(tuple(layers))
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are always passed explicitly, never counted from the cache."""
+        return 0
+
+
+def _store(pages: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes the first `slots.size` rows of [B, H, R, K]; drops out-of-range slots."""
+    num_pages, page_size, heads, head_dim = pages.shape
+    rows = rows.swapaxes(1, 2).reshape(-1, heads, head_dim)[: slots.size]
+    flat = pages.reshape(num_pages * page_size, heads, head_dim)
+    flat = flat.at[slots].set(rows.astype(pages.dtype), mode="drop")
+    return flat.reshape(pages.shape)

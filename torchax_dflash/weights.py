@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: an unmodified module without weights, and its weights as JAX arrays.
+
+safetensors go straight to JAX, one tensor at a time: there is never a second copy of
+the weights, neither here nor in PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch.overrides import TorchFunctionMode
+
+from torchax_dflash.bridge import ATTENTION, Params, TorchModule
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def find_checkpoint(name_or_path: str | Path) -> Path:
+    """The local folder of a checkpoint: as given, or downloaded from the hub.
+
+    Raises:
+        FileNotFoundError: no such folder, and not to be had from the hub either.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{folder}: expected a checkpoint folder, found no config.json in it. "
+                "Name the folder that holds config.json and model.safetensors."
+            )
+        return folder
+    name = str(name_or_path)
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if looks_like_path:
+        raise FileNotFoundError(
+            f"{name}: expected a checkpoint folder or a hub id (owner/name), found no "
+            "such folder. Check the spelling."
+        )
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"{name}: expected a checkpoint folder or a model on the hub, found no such "
+            "folder and could not download it. Check the spelling and the network."
+        ) from error
+
+
+def build_module(module_class: type[torch.nn.Module], hf_config: Any) -> TorchModule:
+    """Constructs the module as its class does, with parameters that hold no memory.
+
+    Buffers (RoPE frequencies) are real. Attention is ours where the module asks its
+    config.
+    """
+    hf_config._attn_implementation = ATTENTION
+    with _EmptyOnMeta():
+        module = module_class(hf_config)
+    module.eval()
+    for submodule in module.modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
+            empty = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+            submodule.register_parameter(name, empty)
+    linear_weights = frozenset(
+        f"{name}.weight"
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, torch.nn.Linear)
+    )
+    return TorchModule(module=module, linear_weights=linear_weights)
+
+
+def load_params(built: TorchModule, folder: Path, dtype: jnp.dtype) -> Params:
+    """Reads every parameter of the module from the checkpoint's safetensors.
+
+    Args:
+        built: from `build_module`; a weight named in `built.tied` is not read.
+        folder: of the checkpoint.
+        dtype: floating parameters are cast to it; buffers keep theirs.
+
+    Raises:
+        FileNotFoundError: no safetensors in the folder.
+        ValueError: a corrupt file, or names or shapes that are not the module's.
+    """
+    tied = dict(built.tied)
+    wanted = {
+        name: tuple(parameter.shape)
+        for name, parameter in built.module.named_parameters(remove_duplicate=False)
+        if name not in tied
+    }
+    params: Params = {}
+    unexpected = []
+    for name, array in _tensors(folder):
+        if name not in wanted:
+            if name not in tied and "rotary_emb.inv_freq" not in name:
+                unexpected.append(name)
+            continue
+        if array.shape != wanted[name]:
+            raise ValueError(
+                f"{name}: expected shape {wanted[name]} by the config, got "
+                f"{array.shape} in {folder}. Config and weights do not belong together."
+            )
+        array = array.astype(dtype)
+        params[name] = array.T.copy() if name in built.linear_weights else array
+    missing = sorted(set(wanted) - set(params))
+    if missing or unexpected:
+        raise ValueError(
+            f"{folder}: expected the weights of {type(built.module).__name__}; "
+            f"missing {_some(missing)}, unexpected {_some(sorted(unexpected))}. "
+            "Config and weights do not belong together."
+        )
+    return params | _buffers(built.module)
+
+
+def params_of(built: TorchModule, module: torch.nn.Module, dtype: jnp.dtype) -> Params:
+    """Copies the weights of a PyTorch module that is already in memory.
+
+    Args:
+        built: the same architecture, from `build_module`.
+        module: the module with weights.
+        dtype: floating parameters are cast to it; buffers keep theirs.
+    """
+    tied = dict(built.tied)
+    params = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in tied:
+            continue
+        # A copy: JAX may alias a NumPy buffer that PyTorch goes on to change.
+        tensor = parameter.detach().to(torch.float32)
+        tensor = tensor.T if name in built.linear_weights else tensor
+        params[name] = jnp.array(tensor.numpy(), dtype=dtype, copy=True)
+    return params | _buffers(built.module)
+
+
+def _buffers(module: torch.nn.Module) -> Params:
+    return {
+        name: jnp.array(buffer.numpy(), copy=True)
+        for name, buffer in module.named_buffers()
+    }
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more if names else "nothing"
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, jax.Array]]:
+    """All tensors of a checkpoint, sharded or not."""
+    index = folder / _INDEX
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"].values()
+        files = [folder / name for name in sorted(set(names))]
+    else:
+        files = [folder / _SINGLE]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file}: expected the checkpoint's weights, found no such file. "
+                "Only safetensors are read."
+            )
+        try:
+            with safe_open(file, framework="flax") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file}: expected a safetensors file, got one that cannot be read "
+                f"({error}). Fetch it again."
+            ) from error
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty` gives meta tensors: layers allocate their parameters with it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
