@@ -11,6 +11,8 @@ request has: cost follows the true length, and length is no static shape.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -19,6 +21,8 @@ _TILE = 128
 _MASKED = -1e30
 
 
+# Jitted, so that equal layers are traced once.
+@partial(jax.jit, static_argnames=("scale", "is_causal", "sliding_window", "softcap"))
 def paged_attention(
     query: jax.Array,
     key: jax.Array,

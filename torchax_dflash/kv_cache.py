@@ -139,6 +139,7 @@ class StaticKVCache:
         return 0
 
 
+@jax.jit
 def _store(pages: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     """Writes the first `slots.size` rows of [B, H, R, K]; drops out-of-range slots."""
     num_pages, page_size, heads, head_dim = pages.shape

