@@ -6,7 +6,7 @@ Without arguments it answers a sample question with SmolLM2-135M-Instruct and th
 that lies beside this script. In a terminal, tokens that came from accepted drafts are
 green, the target's own are plain.
 
-examples:
+Examples:
   generate.py --compare
   generate.py "Write a haiku about rivers." --max-tokens 64
   generate.py --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --dtype bfloat16
@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torchax_dflash import (
     GenerationOutput,
     Generator,
     SamplingParams,
+    StreamEvent,
     TargetModel,
 )
 from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
@@ -114,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.target and not arguments.draft:
         raise ValueError(
-            "--draft: expected a draft made for this target, got none. The default draft "
-            f"is for {DEMO_TARGET} only."
+            "--draft: expected a draft made for this target, got none. "
+            f"The default draft is for {DEMO_TARGET} only."
         )
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     prompts = [
@@ -141,12 +143,13 @@ def run(arguments: argparse.Namespace) -> int:
     }
     generator = Generator(target, draft, num_speculative_tokens=k, **common)
     params = SamplingParams(max_tokens=arguments.max_tokens)
+    events = generator.stream(prompts, params)  # complains before the long work
     warm_up(generator, "Compiling")
-    outputs, interrupted = generate(
-        generator, prompts, params, show=not arguments.json
-    )
-    report = {"recompilations": generator.stats.recompilations}
-    report["decode_tokens_per_second"] = generator.stats.decode_tokens_per_second
+    outputs, interrupted = collect(events, prompts, show=not arguments.json)
+    report: dict[str, Any] = {
+        "decode_tokens_per_second": generator.stats.decode_tokens_per_second,
+        "recompilations": generator.stats.recompilations,
+    }
     if arguments.compare and not interrupted:
         plain = Generator(target, **common)
         warm_up(plain, "Compiling plain decoding")
@@ -173,7 +176,9 @@ def render(tokenizer: Any, prompt: str, chat: bool | None) -> list[int]:
             "Use --no-chat."
         )
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": prompt}],
+        tokenize=False,
+        add_generation_prompt=True,
     )
     return tokenizer(text, add_special_tokens=False).input_ids
 
@@ -195,8 +200,8 @@ def warm_up(generator: Generator, what: str) -> None:
         generator.warm_up(on_program)
 
 
-def generate(
-    generator: Generator, prompts: list[list[int]], params: SamplingParams, *, show: bool
+def collect(
+    events: Iterator[StreamEvent], prompts: list[list[int]], *, show: bool
 ) -> tuple[list[GenerationOutput], bool]:
     """Outputs, and whether Ctrl-C cut them short. One prompt streams to the screen."""
     outputs = [GenerationOutput(prompt_token_ids=prompt) for prompt in prompts]
@@ -204,7 +209,7 @@ def generate(
     stream = show and len(prompts) == 1
     interrupted = False
     try:
-        for event in generator.stream(prompts, params):
+        for event in events:
             outputs[event.index] = event.output
             for segment, from_draft in event.segments:
                 style = "green" if from_draft else ""

@@ -59,7 +59,9 @@ def make_torch_target(family: str, *, tied: bool, seed: int = 0):
     return model_class(config).eval()
 
 
-def make_torch_draft(seed: int = 1, *, layers: int = 2, block: int = BLOCK, **overrides):
+def make_torch_draft(
+    seed: int = 1, *, layers: int = 2, block: int = BLOCK, **overrides
+):
     """A random draft; `overrides` go into its config."""
     torch.manual_seed(seed)
     dflash_config = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 2, 3]}

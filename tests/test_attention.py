@@ -40,7 +40,9 @@ def oracle(query, key, value, dense, context, block, *, causal, window):
         visible &= distance < window
         if not causal:
             visible &= -distance < window
-    tensors = [torch.tensor(x, dtype=torch.float64)[None] for x in (query, keys, values)]
+    tensors = [
+        torch.tensor(x, dtype=torch.float64)[None] for x in (query, keys, values)
+    ]
     if context + block == 0:
         return np.zeros(query.shape)
     out = torch.nn.functional.scaled_dot_product_attention(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation is lossless, and step by step what the package's own loop does."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -93,8 +95,9 @@ def test_stop_token_anywhere_in_a_block(tiny, long_outputs):
     for output in long_outputs[:6]:
         for stop in dict.fromkeys(output.token_ids[:24]):
             end = output.token_ids.index(stop) + 1
-            params = SamplingParams(max_tokens=48, stop_token_ids=(stop,))
-            params = SamplingParams(**vars(params) | {"ignore_eos": True})
+            params = SamplingParams(
+                max_tokens=48, stop_token_ids=(stop,), ignore_eos=True
+            )
             got = dflash.generate([output.prompt_token_ids], params)[0]
             assert got.token_ids == output.token_ids[:end]
             assert got.finish_reason == "stop"
@@ -102,7 +105,9 @@ def test_stop_token_anywhere_in_a_block(tiny, long_outputs):
                 tiny.torch_draft, tiny.torch_target, output.prompt_token_ids, 48, [stop]
             )
             assert (got.token_ids, got.acceptance_lengths) == (tokens, lengths)
-            inside += got.acceptance_lengths != output.acceptance_lengths[: len(lengths)]
+            inside += (
+                got.acceptance_lengths != output.acceptance_lengths[: len(lengths)]
+            )
     assert inside  # some blocks were really cut
 
 
@@ -142,9 +147,7 @@ def test_max_model_len_in_mid_block(tiny, long_outputs, room):
     """Down to a prompt that leaves room for one token."""
     for output in long_outputs[:4]:
         prompt = output.prompt_token_ids
-        generator = Generator(
-            tiny.target, tiny.draft, max_model_len=len(prompt) + room
-        )
+        generator = Generator(tiny.target, tiny.draft, max_model_len=len(prompt) + room)
         params = SamplingParams(max_tokens=48, ignore_eos=True)
         got = generator.generate([prompt], params)[0]
         assert got.token_ids == output.token_ids[:room]
@@ -164,7 +167,9 @@ def test_one_token_prompts(tiny):
 def test_long_prompts_in_several_chunks(any_pair):
     dflash, plain = generators(any_pair, batch=2, max_model_len=700)
     prompts = random_prompts(3, seed=13, longest=30)
-    prompts = [(prompt * 600)[:n] for prompt, n in zip(prompts, (256, 417, 600))]
+    prompts = [
+        (prompt * 600)[:n] for prompt, n in zip(prompts, (256, 417, 600), strict=True)
+    ]
     params = SamplingParams(max_tokens=24)
     for got, want in zip(
         dflash.generate(prompts, params), plain.generate(prompts, params), strict=True
@@ -191,7 +196,9 @@ def test_mask_id_as_an_ordinary_token(tiny):
         plain.generate(prompts, params),
         strict=True,
     ):
-        reference = reference_generate(tiny.torch_draft, tiny.torch_target, prompt, 40, [2])
+        reference = reference_generate(
+            tiny.torch_draft, tiny.torch_target, prompt, 40, [2]
+        )
         assert got.token_ids == want.token_ids == reference[0]
         assert got.acceptance_lengths == reference[1]
 
@@ -231,15 +238,16 @@ def test_state_of_one_run_never_reaches_the_next(tiny):
     dflash, _ = generators(tiny, batch=2)
     prompts = random_prompts(6, seed=15)
     params = SamplingParams(max_tokens=30)
-    want = [Generator(tiny.target, tiny.draft, max_model_len=MAX_LEN).generate([p], params)
-            for p in prompts]  # fmt: skip
+    single, _ = generators(tiny, batch=1)
+    want = [single.generate([prompt], params) for prompt in prompts]
     # Poison everything the pools hold between runs.
     for prompt, expected in zip(prompts, want, strict=True):
         state = dflash._state
         pools = jax.tree.map(
-            lambda x: jax.numpy.full_like(x, np.nan), (state.target_pool, state.draft_pool)
+            lambda x: jax.numpy.full_like(x, np.nan),
+            (state.target_pool, state.draft_pool),
         )
-        dflash._state = decoding.replace(
+        dflash._state = dataclasses.replace(
             state, target_pool=pools[0], draft_pool=pools[1]
         )
         got = dflash.generate([prompt], params)[0]

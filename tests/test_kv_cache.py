@@ -31,7 +31,9 @@ def test_slots_follow_the_page_table_and_padding_is_out_of_range():
 
 def test_update_stores_leading_rows_only_and_drops_padding():
     rows = jnp.arange(2.0 * HEADS * 3 * DIM).reshape(2, HEADS, 3, DIM) + 1
-    slots = jnp.array([0, PAGES * PAGE_SIZE, 23, 7, 8])  # of 6 rows: the last is not kept
+    slots = jnp.array(
+        [0, PAGES * PAGE_SIZE, 23, 7, 8]
+    )  # of 6 rows: the last is not kept
     cache = StaticKVCache(pool=empty_pool(), slots=slots)
     key, value = torch_view(rows), torch_view(-rows)
     got_key, got_value = cache.update(key, value, 1)

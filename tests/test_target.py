@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import TARGET_LAYERS, VOCAB, random_prompts
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from torchax_dflash import TargetModel
 from torchax_dflash.target_model import forward

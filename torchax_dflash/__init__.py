@@ -3,13 +3,9 @@
 
 from torchax_dflash.config import DFlashConfig, TargetConfig
 from torchax_dflash.draft_model import DraftModel
-from torchax_dflash.generator import (
-    GenerationOutput,
-    Generator,
-    RunStats,
-    SamplingParams,
-    StreamEvent,
-)
+from torchax_dflash.generator import Generator
+from torchax_dflash.request import GenerationOutput, SamplingParams, StreamEvent
+from torchax_dflash.stats import RunStats
 from torchax_dflash.target_model import TargetModel
 
 __all__ = [

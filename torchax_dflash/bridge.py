@@ -108,7 +108,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface over a `StaticKVCache`.
+    """Transformers' attention interface over a `StaticKVCache`.
 
     A mask that the module built from tensor indices is ignored: it knows nothing of
     padding, and true positions say the same.

@@ -232,6 +232,12 @@ class DFlashConfig:
         return num_speculative_tokens
 
 
+def remote_class(hf_config: Any) -> str | None:
+    """The reference to a module that the checkpoint brings, or None."""
+    auto_map = getattr(hf_config, "auto_map", None) or {}
+    return auto_map.get("AutoModel")
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -260,7 +266,7 @@ def _lookup_int(
     hf_config: Any, fields: Mapping[str, Any], name: str, default: int | None = None
 ) -> int:
     value = _lookup(hf_config, fields, name, default)
-    if not _is_int(value):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise config_error(
             name,
             "an integer",
@@ -274,7 +280,7 @@ def _positive_int(
     hf_config: Any, name: str, remedy: str = "Correct it in config.json."
 ) -> int:
     value = getattr(hf_config, name, None)
-    if not _is_int(value) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise config_error(name, "a positive integer", value, remedy)
     return value
 
@@ -297,7 +303,10 @@ def _target_layer_ids(
         if num_draft_layers == 1:
             return (num_layers // 2,)
         span = num_layers - 4
-        ids = [round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers)]
+        ids = [
+            round(1 + i * span / (num_draft_layers - 1))
+            for i in range(num_draft_layers)
+        ]
     if not isinstance(ids, (list, tuple)) or not ids or not all(map(_is_int, ids)):
         raise config_error(
             "target_layer_ids",
@@ -335,7 +344,9 @@ def _check_layers(hf_config: Any, num_hidden_layers: int) -> None:
             "Other attention is not supported.",
         )
     window = getattr(hf_config, "sliding_window", None)
-    if "sliding_attention" in layer_types and (not _is_int(window) or window < 1):
+    if "sliding_attention" in layer_types and (
+        not isinstance(window, int) or window < 1
+    ):
         raise config_error(
             "sliding_window",
             "a positive integer (layer_types has sliding layers)",
@@ -348,7 +359,9 @@ def _check_rope(hf_config: Any) -> None:
     rope = getattr(hf_config, "rope_parameters", None) or {}
     # Either one set of parameters, or one per layer type.
     for parameters in rope.values() if "rope_type" not in rope else (rope,):
-        rope_type = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        rope_type = (
+            parameters.get("rope_type") if isinstance(parameters, dict) else None
+        )
         if rope_type in _DYNAMIC_ROPE:
             raise config_error(
                 "rope_parameters.rope_type",

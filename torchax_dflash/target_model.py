@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline target: an unmodified Hugging Face causal LM on our cache and attention."""
+"""The offline target: an unmodified Hugging Face model on our cache and attention."""
 
 from __future__ import annotations
 
@@ -166,16 +166,16 @@ def forward(
 
 
 def _build(hf_config: Any) -> TorchModule:
-    architectures = hf_config.architectures or []
-    module_class = getattr(transformers, architectures[0], None) if architectures else None
-    if module_class is None or not architectures[0].endswith("ForCausalLM"):
+    architecture = (hf_config.architectures or [""])[0]
+    known = hasattr(transformers, architecture) if architecture else False
+    if not known or not architecture.endswith("ForCausalLM"):
         raise config_error(
             "architectures",
             "a causal language model of transformers, like LlamaForCausalLM",
-            architectures,
+            hf_config.architectures,
             "Targets with code of their own are not supported offline.",
         )
-    built = build_module(module_class, hf_config)
+    built = build_module(getattr(transformers, architecture), hf_config)
     if not hf_config.get_text_config().tie_word_embeddings:
         return built
     # One array for both, laid out for the head; embeddings are gathered columns.

@@ -52,8 +52,8 @@ def find_checkpoint(name_or_path: str | Path) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{name}: expected a checkpoint folder or a model on the hub, found no such "
-            "folder and could not download it. Check the spelling and the network."
+            f"{name}: expected a checkpoint folder or a model on the hub, found no "
+            "such folder and could not download it. Check the spelling and the network."
         ) from error
 
 

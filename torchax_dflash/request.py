@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One prompt on its way through the generator: what is asked, checked, and answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchax_dflash.config import TargetConfig, config_error
+from torchax_dflash.decode_state import NUM_STOP_IDS
+from torchax_dflash.text import TextStream
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. Decoding is greedy.
+
+    Attributes:
+        max_tokens: most new tokens.
+        stop: texts that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output, besides the target's EOS; they are
+            part of it.
+        ignore_eos: go on after the target's EOS.
+    """
+
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass
+class GenerationOutput:
+    """One prompt's continuation.
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        token_ids: the output, an ending stop token included.
+        from_draft: for each of them, whether it was an accepted draft.
+        acceptance_lengths: tokens that each target pass after the prefill gave.
+        text: the output as text, without special tokens; "" without a tokenizer.
+        finish_reason: "stop" or "length"; None while unfinished.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    acceptance_lengths: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tau, mean tokens per target pass (1.0 is plain decoding; 0.0: no pass)."""
+        lengths = self.acceptance_lengths
+        return sum(lengths) / len(lengths) if lengths else 0.0
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """News of one prompt.
+
+    Attributes:
+        index: which prompt.
+        segments: new text, each with whether an accepted draft completed it.
+        output: everything so far; final when its `finish_reason` is set.
+    """
+
+    index: int
+    segments: list[tuple[str, bool]]
+    output: GenerationOutput
+
+
+@dataclass
+class Request:
+    """A prompt and its output so far.
+
+    Attributes:
+        index: which of the caller's prompts.
+        output: grows with each `add`.
+        limit: most tokens of prompt and output.
+        stop_ids: E ids, unused ones -1.
+        stream: turns tokens to text, or None without a tokenizer.
+    """
+
+    index: int
+    output: GenerationOutput
+    limit: int
+    stop_ids: list[int]
+    stream: TextStream | None
+
+    @classmethod
+    def make(
+        cls,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        target: TargetConfig,
+        tokenizer: Any,
+        max_model_len: int,
+    ) -> Request:
+        """Checks one prompt and its parameters.
+
+        Raises:
+            ValueError: they cannot be served.
+        """
+        name = f"prompts[{index}]"
+        ids = _token_ids(name, prompt, tokenizer)
+        outside = [token for token in ids if not 0 <= token < target.vocab_size]
+        if outside:
+            raise config_error(
+                name,
+                f"token ids 0 to {target.vocab_size - 1}",
+                outside[:3],
+                "Use the target's own tokenizer.",
+            )
+        if len(ids) >= max_model_len:
+            raise config_error(
+                name,
+                f"fewer tokens than max_model_len, {max_model_len}",
+                len(ids),
+                "Shorten the prompt or raise max_model_len.",
+            )
+        if params.max_tokens < 1:
+            raise config_error(
+                "max_tokens", "at least 1", params.max_tokens, "Ask for a token."
+            )
+        if params.stop and tokenizer is None:
+            raise config_error(
+                "stop",
+                "no stop texts without a tokenizer",
+                params.stop,
+                "Give the Generator a tokenizer, or use stop_token_ids.",
+            )
+        return cls(
+            index=index,
+            output=GenerationOutput(prompt_token_ids=ids),
+            limit=min(len(ids) + params.max_tokens, max_model_len),
+            stop_ids=_stop_ids(params, target),
+            stream=TextStream(tokenizer, params.stop) if tokenizer else None,
+        )
+
+    def add(
+        self, token_ids: list[int], *, num_accepted: int, is_step: bool
+    ) -> StreamEvent:
+        """Appends the tokens of one target pass, up to a stop text.
+
+        Args:
+            token_ids: at least one; the first `num_accepted` were drafts.
+            num_accepted: see there.
+            is_step: the pass was a decode step, not the prefill.
+        """
+        output, segments, count = self.output, [], 0
+        for count, token in enumerate(token_ids, start=1):
+            output.token_ids.append(token)
+            output.from_draft.append(count <= num_accepted)
+            if self.stream is not None:
+                segments += self.stream.push(token, from_draft=count <= num_accepted)
+                if self.stream.stopped:
+                    output.finish_reason = "stop"
+                    break
+        if is_step:
+            output.acceptance_lengths.append(count)
+        if output.finish_reason is None:
+            total = len(output.prompt_token_ids) + len(output.token_ids)
+            if output.token_ids[-1] in self.stop_ids:
+                output.finish_reason = "stop"
+            elif total >= self.limit:
+                output.finish_reason = "length"
+        if self.stream is not None:
+            if output.finish_reason:
+                segments += self.stream.flush()
+            output.text = self.stream.text
+        return StreamEvent(self.index, segments, output)
+
+
+def _token_ids(name: str, prompt: Prompt, tokenizer: Any) -> list[int]:
+    if not isinstance(prompt, str):
+        ids = [int(token) for token in prompt]
+    elif tokenizer is None:
+        raise config_error(
+            name, "token ids without a tokenizer", prompt, "Give a tokenizer."
+        )
+    else:
+        ids = tokenizer(prompt).input_ids
+    if not ids:
+        raise config_error(name, "at least one token", prompt, "Write a prompt.")
+    return ids
+
+
+def _stop_ids(params: SamplingParams, target: TargetConfig) -> list[int]:
+    stop_ids = list(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids += target.eos_token_ids
+    room = NUM_STOP_IDS - len(stop_ids)
+    if room < 0:
+        raise config_error(
+            "stop_token_ids",
+            f"at most {NUM_STOP_IDS}, the target's EOS included",
+            len(stop_ids),
+            "Use fewer.",
+        )
+    return stop_ids + [-1] * room
