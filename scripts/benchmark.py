@@ -12,7 +12,7 @@ On the demo pair (SmolLM2-135M-Instruct, dequantised Q4_1, float32, and its draf
 Every figure is the median over rounds in which all variants take turns, so that a
 noisy machine slows all of them alike.
 
-examples:
+Examples:
   benchmark.py
   benchmark.py --rounds 9 --num-speculative-tokens 2 --json
 """
@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
 from torchax_dflash.demo import cache_folder, demo_target
@@ -77,6 +78,7 @@ def main() -> int:
     if arguments.rounds < 1 or arguments.max_tokens < 2:
         parser.error("--rounds must be at least 1, and --max-tokens at least 2")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    disable_progress_bar()
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         report = measure(arguments, progress)
@@ -179,7 +181,7 @@ def decode_variants(
             result: Any = dflash.model.dflash_generate(
                 torch_draft,
                 torch_target,
-                torch.tensor([ids]),
+                torch.LongTensor([ids]),
                 arguments.max_tokens,
                 list(target.config.eos_token_ids),
                 block_size=block_size,
