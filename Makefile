@@ -4,6 +4,7 @@ PYTHON ?= $(shell for p in python3.12 python3 python3.13 \
 	$$(ls -d "$$(pyenv root 2>/dev/null)"/versions/3.1[2-9]*/bin/python3 2>/dev/null); do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$p" && break; done)
 BIN := .venv/bin
+.DELETE_ON_ERROR:
 
 .PHONY: demo test bench lint format clean
 

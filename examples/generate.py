@@ -85,6 +85,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "most 3 on a CPU, where verifying more rows costs more)",
     )
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--ignore-eos", action="store_true", help="go on after the end of the answer")
     add("--compare", action="store_true", help="also decode plainly, and compare")
     add(
         "--json",
@@ -119,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--draft: expected a draft made for this target, got none. "
             f"The default draft is for {DEMO_TARGET} only."
         )
-    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    tokenizer = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False)
     prompts = [
         render(tokenizer, prompt, arguments.chat)
         for prompt in arguments.prompts or [DEMO_PROMPT]
@@ -142,7 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
         "steps_per_visit": 4,
     }
     generator = Generator(target, draft, num_speculative_tokens=k, **common)
-    params = SamplingParams(max_tokens=arguments.max_tokens)
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens, ignore_eos=arguments.ignore_eos
+    )
     events = generator.stream(prompts, params)  # complains before the long work
     warm_up(generator, "Compiling")
     outputs, interrupted = collect(events, prompts, show=not arguments.json)

@@ -196,9 +196,12 @@ def decode_variants(
     k = arguments.num_speculative_tokens
     return {
         "plain, ours": ours(Generator(target)),
-        "dflash, ours": ours(Generator(target, draft, num_speculative_tokens=k)),
+        f"dflash, ours, K = {k}": ours(
+            Generator(target, draft, num_speculative_tokens=k)
+        ),
         "plain, package (PyTorch)": theirs(1),
-        "dflash, package (PyTorch)": theirs(None),
+        "dflash, package (PyTorch), same K": theirs(k + 1),
+        "dflash, package (PyTorch), K = 7": theirs(None),
     }
 
 

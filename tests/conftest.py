@@ -27,6 +27,9 @@ from transformers import (
 
 from torchax_dflash import DraftModel, TargetModel
 
+# JAX's threads and PyTorch's would fight for the same cores.
+torch.set_num_threads(1)
+
 VOCAB, HIDDEN, TARGET_LAYERS, BLOCK, MASK_ID, EOS_ID = 32, 64, 4, 6, 5, 2
 
 _SIZES = {

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import BLOCK, TARGET_LAYERS, VOCAB, make_torch_draft, pair
+from dflash.model import DFlash2DraftModel
 from safetensors.torch import load_file, save_file
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
@@ -195,6 +196,14 @@ def test_prompts_and_parameters(tiny, prompt, params, field):
     assert generator.generate([[1, 2]])[0].token_ids
 
 
+@pytest.mark.parametrize("prompts", ["text", [1, 2, 3], [[1], 2]], ids=str)
+def test_one_prompt_instead_of_a_list(tiny, prompts):
+    generator = Generator(tiny.target, tiny.draft, max_model_len=64)
+    with pytest.raises(ValueError, match="expected") as error:
+        generator.generate(prompts)
+    assert_four_parts(error, "prompts")
+
+
 @pytest.mark.parametrize("loader", [DraftModel, TargetModel])
 def test_missing_checkpoints(loader, tmp_path):
     for name in (tmp_path / "nowhere", "./nowhere", "nowhere", "no/such-model"):
@@ -254,36 +263,22 @@ def test_targets_of_unknown_architecture(target_folder, tmp_path):
     assert_four_parts(error, "architectures")
 
 
-@pytest.fixture
-def own_code(copy):
-    """A checkpoint that brings its module."""
-    (copy / "own_draft.py").write_text(
-        "from dflash.model import DFlashDraftModel\n"
-        "class OwnDraftModel(DFlashDraftModel):\n    pass\n"
-    )
-    edit_config(
-        copy,
-        {
-            "architectures": ["OwnDraftModel"],
-            "auto_map": {"AutoModel": "own_draft.OwnDraftModel"},
-            "dflash_config.own_field": 1,
-        },
-    )
-    return copy
+def test_linear_attention_targets_are_refused(target_folder, tmp_path):
+    folder = shutil.copytree(target_folder, tmp_path / "copy")
+    kinds = ["linear_attention", *["full_attention"] * (TARGET_LAYERS - 1)]
+    edit_config(folder, {"layer_types": kinds})
+    with pytest.raises(ValueError, match="expected") as error:
+        TargetModel.from_pretrained(folder)
+    assert_four_parts(error, "layer_types")
 
 
-def test_remote_code_needs_consent(own_code):
-    with pytest.raises(ValueError, match="trust_remote_code=True") as error:
-        DraftModel.from_pretrained(own_code)
+def test_drafts_with_a_selector_are_refused():
+    module = make_torch_draft()
+    config = module.config
+    config.dflash_config |= {
+        "conv_kernel_size": 2, "conv_group_size": 16,
+        "selector_rank": 4, "selector_top_k": 4,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="expected") as error:
+        DraftModel.from_torch(DFlash2DraftModel(config))
     assert_four_parts(error, "architectures")
-
-
-def test_remote_code_with_consent(own_code, tiny):
-    draft = DraftModel.from_pretrained(own_code, trust_remote_code=True)
-    assert type(draft.module.module).__name__ == "OwnDraftModel"
-    same = DraftModel.from_torch(make_torch_draft())
-    outputs = [
-        Generator(tiny.target, d, max_model_len=64).generate([[1, 2, 3]])[0]
-        for d in (draft, same)
-    ]
-    assert outputs[0] == outputs[1]

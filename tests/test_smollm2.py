@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import reference_generate
 from test_generator import assert_lossless
 
 from torchax_dflash import Generator, SamplingParams
@@ -68,8 +69,6 @@ def test_equals_plain_decoding(smollm2, prompts, outputs):
 
 
 def test_equals_the_packages_own_loop_step_by_step(smollm2, prompts, outputs):
-    from conftest import reference_generate
-
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens, lengths = reference_generate(
             smollm2.torch_draft, smollm2.torch_target, prompt, 64, stop_ids=[2]
@@ -140,7 +139,7 @@ def test_example_errors(example, capsys, arguments, message):
 
 def test_example_keeps_what_it_has_on_ctrl_c():
     """A separate process, interrupted in mid-answer."""
-    command = [sys.executable, EXAMPLE, "--max-tokens", "1500"]
+    command = [sys.executable, EXAMPLE, "--max-tokens", "1500", "--ignore-eos"]
     environment = os.environ | {"COLUMNS": "80"}
     with subprocess.Popen(
         command,

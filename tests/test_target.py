@@ -6,12 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import TARGET_LAYERS, VOCAB, random_prompts
+from conftest import TARGET_LAYERS, VOCAB, make_torch_target, random_prompts
 from transformers import (
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from torchax_dflash import TargetModel
@@ -88,6 +92,46 @@ def test_other_families_through_the_attention_interface(
     sizes = [16, 16, 10]
     target = TargetModel.from_torch(model)
     assert_equals_transformers(target, model, prompt[: sum(sizes)], sizes)
+
+
+def make_moe(config_class, model_class, **options):
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96,
+        moe_intermediate_size=48, num_hidden_layers=TARGET_LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2, **options,
+    )  # fmt: skip
+    return model_class(config).eval()
+
+
+def test_mixture_of_experts():
+    model = make_moe(Qwen3MoeConfig, Qwen3MoeForCausalLM, head_dim=16)
+    prompt = random_prompts(1, seed=12, longest=60)[0] * 40
+    target = TargetModel.from_torch(model)
+    assert_equals_transformers(target, model, prompt[:42], [16, 16, 10])
+
+
+def test_windows_that_only_the_mask_tells_are_refused():
+    """Qwen2-MoE gives its attention function no sliding_window."""
+    model = make_moe(
+        Qwen2MoeConfig, Qwen2MoeForCausalLM, use_sliding_window=True,
+        sliding_window=9, max_window_layers=4, shared_expert_intermediate_size=48,
+    )  # fmt: skip
+    target = TargetModel.from_torch(model)
+    with pytest.raises(RuntimeError, match="expected sliding layers to pass"):
+        run_in_blocks(target, [1, 2, 3], [3])
+
+
+def test_eos_of_the_generation_config(tmp_path):
+    model = make_torch_target("llama", tied=True)
+    model.generation_config.eos_token_id = [2, 7]
+    model.save_pretrained(tmp_path)
+    for target in (
+        TargetModel.from_torch(model),
+        TargetModel.from_pretrained(tmp_path),
+    ):
+        assert target.config.eos_token_ids == (2, 7)
 
 
 def test_from_pretrained_equals_from_torch(any_pair, tmp_path):

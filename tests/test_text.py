@@ -101,6 +101,12 @@ def test_stop_text_ends_generation_in_mid_block():
     )
     free = dflash.generate(["w3 w9 w1"], SamplingParams(max_tokens=40))[0]
     assert free.text.split() == [f"w{i}" for i in free.token_ids if i != 2]
+    events = list(dflash.stream(["w3 w9 w1"], SamplingParams(max_tokens=40)))
+    pieces = [piece for event in events for piece, _ in event.segments]
+    assert "".join(pieces) == free.text
+    stop = free.text.split()[-1]
+    alone = dflash.generate(["w3 w9 w1"], SamplingParams(stop=stop))
+    assert alone[0].text == free.text.split(stop)[0]
     for stop in dict.fromkeys(free.text.split()[:20]):
         stop_text = f"{stop} "  # reached when the next word begins
         params = SamplingParams(max_tokens=40, stop=(stop_text,))

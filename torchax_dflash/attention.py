@@ -123,10 +123,12 @@ def paged_attention(
         key_pos = jnp.broadcast_to(index * tile + jnp.arange(tile), (batch, tile))
         return fold(carry, keys, values, key_pos, key_pos < context_lens[:, None])
 
-    first = 0
+    first, last = 0, (context_lens.max() + tile - 1) // tile
     if sliding_window is not None:
-        first = jnp.maximum(context_lens.min() - sliding_window + 1, 0) // tile
-    last = (context_lens.max() + tile - 1) // tile
+        reach = jnp.where(
+            block_lens > 0, context_lens - sliding_window + 1, last * tile
+        )
+        first = jnp.clip(reach.min(), 0, last * tile) // tile
     _, norm, out = jax.lax.fori_loop(first, last, read_tile, carry)
 
     out = jnp.where(norm[..., None] > 0, out / norm[..., None], 0)

@@ -29,6 +29,20 @@ from torchax_dflash.kv_cache import StaticKVCache
 ATTENTION = "static_kv_cache"
 """The name under which transformers' registry knows our attention."""
 
+# Keyword arguments that reach attention functions and say nothing about attention, or
+# (dropout) nothing in evaluation.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "use_cache",
+    }
+)
+
 Params = dict[str, jax.Array]
 """A module's parameters and buffers by name; see `TorchModule.linear_weights`."""
 
@@ -44,11 +58,13 @@ class TorchModule:
         linear_weights: parameters stored as [in, out], the layout every backend
             multiplies fastest, and turned back to PyTorch's [out, in] inside the trace,
             where XLA folds the transposition into the product.
+        sliding_layers: layers whose config says that they have a sliding window.
         tied: names that share another's array, as (name, other).
     """
 
     module: torch.nn.Module
     linear_weights: frozenset[str]
+    sliding_layers: frozenset[int]
     tied: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, params: Params, cache: StaticKVCache, **inputs: Any) -> Any:
@@ -70,15 +86,28 @@ class TorchModule:
                 | {"past_key_values": cache, "static_cache": cache, "use_cache": True},
                 tie_weights=False,
             )
-        layers = set(range(len(cache.pool.layers)))
-        if cache.attended != layers:
-            raise RuntimeError(
-                f"{type(self.module).__name__}: expected every attention layer to call "
-                "transformers' attention interface with its keyword arguments, but "
-                f"layers {sorted(layers - cache.attended)} did not. "
-                "This architecture is not supported."
-            )
+        self._check_attention(cache)
         return outputs
+
+    def _check_attention(self, cache: StaticKVCache) -> None:
+        """Every layer must have come to our attention, with its window if it has one.
+
+        Some modules tell their window by the mask alone, which we do not read.
+        """
+        name = type(self.module).__name__
+        for layer in range(len(cache.pool.layers)):
+            if layer not in cache.windows:
+                raise RuntimeError(
+                    f"{name}: expected every layer to call transformers' attention "
+                    "interface with its keyword arguments, got none from layer "
+                    f"{layer}. This architecture is not supported."
+                )
+            if layer in self.sliding_layers and cache.windows[layer] is None:
+                raise RuntimeError(
+                    f"{name}: expected sliding layers to pass their sliding_window to "
+                    f"the attention function, got None from layer {layer}. "
+                    "This architecture is not supported."
+                )
 
     @contextlib.contextmanager
     def running(self, weights: Params) -> Iterator[None]:
@@ -104,14 +133,14 @@ def attention_forward(
     *,
     static_cache: StaticKVCache,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface over a `StaticKVCache`.
 
-    A mask that the module built from tensor indices is ignored: it knows nothing of
-    padding, and true positions say the same.
+    A mask that the module built is ignored: it comes from tensor indices and knows
+    nothing of padding. What it may say, causality and a window, arrives by other ways.
 
     Args:
         module: the attention layer; gives `layer_idx` and `is_causal`.
@@ -122,20 +151,25 @@ def attention_forward(
         scaling: factor on the scores; None means K ** -0.5.
         static_cache: the cache of this trace.
         sliding_window: see `paged_attention`.
+        is_causal: None means the module's own `is_causal`.
         softcap: see `paged_attention`.
-        s_aux: attention sinks, not supported.
+        others: ignored if known to change nothing here.
 
     Returns:
         [B, Q, N, K] and None for the weights.
+
+    Raises:
+        ValueError: an argument that would change the result and is not supported.
     """
-    if s_aux is not None:
+    meant = {name for name, argument in others.items() if argument is not None}
+    if unknown := sorted(meant - _HARMLESS):
         raise ValueError(
-            f"{type(module).__name__}: expected attention without sinks, got s_aux. "
-            "Models with attention sinks are not supported."
+            f"{type(module).__name__}: expected plain attention, got {unknown}. "
+            "This architecture is not supported."
         )
     cache, q = static_cache, jax_view(query)
     layer_idx: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    cache.attended.add(layer_idx)
+    cache.windows[layer_idx] = sliding_window
     if cache.page_table is None:
         out = jnp.zeros_like(q)
     else:
@@ -150,7 +184,7 @@ def attention_forward(
             context_lens=cache.context_lens,
             block_lens=cache.block_lens,
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
-            is_causal=bool(module.is_causal),
+            is_causal=bool(module.is_causal if is_causal is None else is_causal),
             sliding_window=sliding_window,
             softcap=softcap,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static configuration: the only place that reads Hugging Face config quirks.
+"""Static configuration: the quirks of Hugging Face configs are read here only.
 
 Dimension key, used in every shape comment of this package:
 
@@ -69,7 +69,8 @@ class TargetConfig:
             generation_config: if it names EOS tokens, they replace the config's.
 
         Raises:
-            ValueError: if the model's RoPE changes with length at run time.
+            ValueError: the model's RoPE changes with length at run time, or it has
+                layers without full or sliding attention.
         """
         text = hf_config.get_text_config()
         eos = getattr(generation_config, "eos_token_id", None)
@@ -77,6 +78,7 @@ class TargetConfig:
             eos = getattr(text, "eos_token_id", None)
         eos = [] if eos is None else eos
         _check_rope(text)
+        _check_layers(text, _positive_int(text, "num_hidden_layers"))
         return cls(
             vocab_size=_positive_int(text, "vocab_size"),
             hidden_size=_positive_int(text, "hidden_size"),
@@ -126,7 +128,7 @@ class DFlashConfig:
         """Reads a draft's transformers config.
 
         `block_size`, `mask_token_id` and the others are looked up in `dflash_config`
-        first, then at the top level, as the `dflash` package does.
+        first, then at the top level.
 
         Args:
             hf_config: the config as transformers gives it.
@@ -232,6 +234,21 @@ class DFlashConfig:
         return num_speculative_tokens
 
 
+def sliding_layers(hf_config: Any) -> frozenset[int]:
+    """The layers that have a sliding window by the config."""
+    text = hf_config.get_text_config()
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types:
+        sliding = (
+            i for i, kind in enumerate(layer_types) if kind.startswith("sliding")
+        )
+        return frozenset(sliding)
+    window = getattr(text, "sliding_window", None)
+    if window is None or not getattr(text, "use_sliding_window", True):
+        return frozenset()
+    return frozenset(range(text.num_hidden_layers))
+
+
 def remote_class(hf_config: Any) -> str | None:
     """The reference to a module that the checkpoint brings, or None."""
     auto_map = getattr(hf_config, "auto_map", None) or {}
@@ -333,7 +350,7 @@ def _check_layers(hf_config: Any, num_hidden_layers: int) -> None:
             "layer_types",
             f"one entry for each of the {num_hidden_layers} layers",
             list(layer_types),
-            "Correct the draft's config.json.",
+            "Correct config.json.",
         )
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
@@ -341,7 +358,7 @@ def _check_layers(hf_config: Any, num_hidden_layers: int) -> None:
             "layer_types",
             "full_attention or sliding_attention",
             unknown,
-            "Other attention is not supported.",
+            "Models with other layers are not supported.",
         )
     window = getattr(hf_config, "sliding_window", None)
     if "sliding_attention" in layer_types and (
@@ -351,7 +368,7 @@ def _check_layers(hf_config: Any, num_hidden_layers: int) -> None:
             "sliding_window",
             "a positive integer (layer_types has sliding layers)",
             window,
-            "Set sliding_window and use_sliding_window in the draft's config.json.",
+            "Set sliding_window and use_sliding_window in config.json.",
         )
 
 

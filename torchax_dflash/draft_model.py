@@ -5,7 +5,8 @@ The module's forward does two jobs at once: it turns context features into K/V, 
 drafts. Called twice, and with dead code removed by XLA, it becomes two programs:
 
     ingest   features of newly accepted tokens -> K/V rows in the pool
-             (queries, attention and MLPs feed nothing that is kept: XLA drops them)
+             (with one dummy noise row: its queries and attention feed nothing that is
+             kept, and XLA drops them; one row of its MLPs stays)
     draft    anchor and mask tokens -> draft tokens, attending to the pool
              (an empty context: no features, no writes)
 """
@@ -78,6 +79,7 @@ class DraftModel:
             folder, trust_remote_code=trust_remote_code
         )
         module_class, own_code = _module_class(hf_config, folder, trust_remote_code)
+        _refuse_selectors(module_class)
         config = DFlashConfig.from_hf(hf_config, own_code=own_code)
         built = build_module(module_class, hf_config)
         return cls(
@@ -89,6 +91,7 @@ class DraftModel:
     @classmethod
     def from_torch(cls, module: Any, *, dtype: str = "float32") -> DraftModel:
         """Copies the weights of a DFlash module that is already in memory."""
+        _refuse_selectors(type(module))
         hf_config = type(module.config).from_dict(module.config.to_dict())
         built = build_module(type(module), hf_config)
         return cls(
@@ -176,13 +179,12 @@ def draft_hidden_states(
 class TargetHead(Protocol):
     """What a draft borrows from its target; a pytree."""
 
-    @property
-    def head_weight(self) -> jax.Array:
-        """The output head, [D, V]."""
-        ...
-
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Raw embeddings, int32 [...] -> [..., D]."""
+        ...
+
+    def project(self, hidden: jax.Array) -> jax.Array:
+        """Raw logits, [..., D] -> [..., V], without any scale or cap of the target."""
         ...
 
 
@@ -230,16 +232,16 @@ def draft_tokens(
         context_lens=context_lens,
         block_lens=block_lens,
     )
-    logits = _logits(draft, hidden[:, 1:], target.head_weight)
+    logits = _logits(draft, target, hidden[:, 1:])
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _logits(draft: DraftModel, hidden: jax.Array, head_weight: jax.Array) -> jax.Array:
+def _logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
     """Through the target's head, by the module's own `compute_logits` if it has one."""
     module: Any = draft.module.module
 
     def head(rows: torch.Tensor) -> torch.Tensor:
-        return rows @ torch_view(head_weight)
+        return torch_view(target.project(jax_view(rows)))
 
     with draft.module.running(draft.params):
         rows = torch_view(hidden)
@@ -267,3 +269,14 @@ def _module_class(
     raise config_error(
         "architectures", f"one of {sorted(_ARCHITECTURES)}", architecture, remedy
     )
+
+
+def _refuse_selectors(module_class: type) -> None:
+    """DFlash-2 chooses among candidates; drafting without that would be worse."""
+    if hasattr(module_class, "propose"):
+        raise config_error(
+            "architectures",
+            f"one of {sorted(_ARCHITECTURES)}",
+            module_class.__name__,
+            "Drafts with a candidate selector (DFlash-2) are not supported yet.",
+        )

@@ -108,9 +108,9 @@ class Generator:
         Args:
             on_program: called with (programs done, programs in all), first with 0.
         """
-        chunks = [
-            size for size in _CHUNKS if size == 16 or size < 2 * self.max_model_len
-        ]
+        self._refuse_while_running()
+        longest = self.max_model_len - 1
+        chunks = [n for n in _CHUNKS if n == _CHUNKS[0] or n < 2 * longest]
         total = len(chunks) + 1
         report = on_program or (lambda done, total: None)
         report(0, total)
@@ -139,6 +139,13 @@ class Generator:
     ) -> Iterator[StreamEvent]:
         """Like `generate`, but yields what is new after each host visit."""
         params = params or SamplingParams()
+        if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
+            raise config_error(
+                "prompts",
+                "a list of prompts, each a text or a list of token ids",
+                prompts,
+                "Put the one prompt into a list.",
+            )
         requests = [
             Request.make(
                 index,
@@ -150,15 +157,19 @@ class Generator:
             )
             for index, prompt in enumerate(prompts)
         ]
+        self._refuse_while_running()
+        return self._run(requests)
+
+    def _refuse_while_running(self) -> None:
         if self._running:
             raise RuntimeError(
                 "Generator: expected one run at a time, got a second one. Finish or "
                 "close the first, give all prompts to one call, or make another "
                 "Generator."
             )
-        return self._run(requests)
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        self._refuse_while_running()  # it may have begun since `stream` was called
         self._running = True
         self.stats = RunStats()
         try:
@@ -197,7 +208,6 @@ class Generator:
         started = time.perf_counter()
         steps = self._decode([request is not None for request in rows])
         self.stats.decode_seconds += time.perf_counter() - started
-        self.stats.decode_tokens += int(steps.num_tokens.sum())
         for row, request in enumerate(rows):
             if request is None:
                 continue
@@ -212,6 +222,11 @@ class Generator:
                     is_step=True,
                 )
                 segments += event.segments
+                self.stats.decode_tokens += request.output.acceptance_lengths[-1]
+            if not steps.num_tokens[0, row]:
+                raise RuntimeError(
+                    f"row {row} is active on the host, not on the device"
+                )
             yield StreamEvent(request.index, segments, request.output)
             if request.output.finish_reason:
                 rows[row] = None
@@ -245,15 +260,11 @@ class Generator:
         return int(jax.device_get(token))
 
     def _decode(self, keep: list[bool]) -> Any:
-        keep_, num_steps = jax.device_put(
-            (np.array(keep), np.int32(self.steps_per_visit))
-        )
         steps = self._on_state(
             decoding.decode,
-            keep=keep_,
-            num_steps=num_steps,
+            keep=jax.device_put(np.array(keep)),
             num_speculative_tokens=self.num_speculative_tokens,
-            max_steps=self.steps_per_visit,
+            num_steps=self.steps_per_visit,
         )
         return jax.device_get(steps)
 
@@ -277,7 +288,11 @@ class Generator:
 
 
 def _chunk_sizes(length: int) -> Iterator[int]:
-    """Cuts a prompt into prefill chunks: the smallest that wastes less than half."""
+    """Cuts a prompt into prefill chunks.
+
+    The smallest that holds the rest, unless that wastes more than half of it and a
+    smaller one could be filled first.
+    """
     while length > 0:
         fitting = [size for size in _CHUNKS if size >= length]
         smaller = [size for size in _CHUNKS if size <= length]

@@ -105,7 +105,7 @@ class StaticKVCache:
             call whose attention output is not wanted.
         context_lens: int32 [B] stored rows that are visible.
         block_lens: int32 [B] own rows that are visible.
-        attended: layers that really attended through us.
+        windows: by layer that attended through us, its sliding window or None.
     """
 
     pool: KVPool
@@ -113,7 +113,7 @@ class StaticKVCache:
     page_table: jax.Array | None = None
     context_lens: jax.Array | None = None
     block_lens: jax.Array | None = None
-    attended: set[int] = field(default_factory=set)
+    windows: dict[int, int | None] = field(default_factory=dict)
 
     def update(
         self,

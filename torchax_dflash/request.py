@@ -20,16 +20,22 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most new tokens.
-        stop: texts that end the output; they are not part of it.
+        stop: texts that end the output; they are no part of its text, though their
+            tokens are of its tokens. One alone may be given as it is.
         stop_token_ids: tokens that end the output, besides the target's EOS; they are
             part of it.
         ignore_eos: go on after the target's EOS.
     """
 
     max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop`, always as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclass
@@ -66,7 +72,8 @@ class StreamEvent:
     Attributes:
         index: which prompt.
         segments: new text, each with whether an accepted draft completed it.
-        output: everything so far; final when its `finish_reason` is set.
+        output: everything so far, one object that grows; final when its `finish_reason`
+            is set.
     """
 
     index: int
@@ -129,7 +136,7 @@ class Request:
             raise config_error(
                 "max_tokens", "at least 1", params.max_tokens, "Ask for a token."
             )
-        if params.stop and tokenizer is None:
+        if params.stop_texts and tokenizer is None:
             raise config_error(
                 "stop",
                 "no stop texts without a tokenizer",
@@ -141,7 +148,7 @@ class Request:
             output=GenerationOutput(prompt_token_ids=ids),
             limit=min(len(ids) + params.max_tokens, max_model_len),
             stop_ids=_stop_ids(params, target),
-            stream=TextStream(tokenizer, params.stop) if tokenizer else None,
+            stream=TextStream(tokenizer, params.stop_texts) if tokenizer else None,
         )
 
     def add(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class TargetModel:
             ValueError: an architecture or config that is not supported.
         """
         folder = find_checkpoint(name_or_path)
-        hf_config = AutoConfig.from_pretrained(folder)
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         generation_config = None
         if (folder / "generation_config.json").is_file():
             generation_config = GenerationConfig.from_pretrained(folder)
@@ -74,30 +74,32 @@ class TargetModel:
         """Copies the weights of a transformers model that is already in memory."""
         hf_config = type(model.config).from_dict(model.config.to_dict())
         hf_config.architectures = [type(model).__name__]
+        config = TargetConfig.from_hf(hf_config, model.generation_config)
         built = _build(hf_config)
         return cls(
             params=params_of(built, model, jnp.dtype(dtype)),
             module=built,
-            config=TargetConfig.from_hf(hf_config),
+            config=config,
         )
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of weights, cache and computation."""
-        return self.head_weight.dtype
-
-    @property
-    def head_weight(self) -> jax.Array:
-        """The output head, [D, V]."""
-        name = _weight_name(self.module, "get_output_embeddings")
-        return self.params[dict(self.module.tied).get(name, name)]
+        name = _weight_name(self.module, "get_input_embeddings")
+        return self.params[name].dtype
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Raw embeddings, int32 [...] -> [..., D], without any scale of the target."""
         name = _weight_name(self.module, "get_input_embeddings")
         weight = self.params[name]
-        tied = name in self.module.linear_weights
-        return jnp.take(weight.T if tied else weight, token_ids, axis=0)
+        if name in self.module.linear_weights:  # tied, and laid out for the head
+            weight = weight.T
+        return jnp.take(weight, token_ids, axis=0)
+
+    def project(self, hidden: jax.Array) -> jax.Array:
+        """Raw logits, [..., D] -> [..., V], without any scale or cap of the target."""
+        name = _weight_name(self.module, "get_output_embeddings")
+        return hidden @ self.params[dict(self.module.tied).get(name, name)]
 
     def make_pool(self, *, num_pages: int, page_size: int) -> KVPool:
         """An empty cache for this model."""
@@ -181,8 +183,8 @@ def _build(hf_config: Any) -> TorchModule:
     # One array for both, laid out for the head; embeddings are gathered columns.
     embedding = _weight_name(built, "get_input_embeddings")
     head = _weight_name(built, "get_output_embeddings")
-    return TorchModule(
-        module=built.module,
+    return replace(
+        built,
         linear_weights=built.linear_weights - {head} | {embedding},
         tied=((head, embedding),),
     )

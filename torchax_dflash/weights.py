@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from torchax_dflash.bridge import ATTENTION, Params, TorchModule
+from torchax_dflash.config import sliding_layers
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -49,11 +50,16 @@ def find_checkpoint(name_or_path: str | Path) -> Path:
         )
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=patterns, ignore_patterns=["consolidated*"]
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{name}: expected a checkpoint folder or a model on the hub, found no "
-            "such folder and could not download it. Check the spelling and the network."
+            f"such folder and could not download it ({error}). Check the spelling, the "
+            "network, and your access to the model."
         ) from error
 
 
@@ -64,6 +70,8 @@ def build_module(module_class: type[torch.nn.Module], hf_config: Any) -> TorchMo
     config.
     """
     hf_config._attn_implementation = ATTENTION
+    # Experts: the other implementations are kernels that torchax does not lower.
+    hf_config._experts_implementation = "batched_mm"
     with _EmptyOnMeta():
         module = module_class(hf_config)
     module.eval()
@@ -76,7 +84,11 @@ def build_module(module_class: type[torch.nn.Module], hf_config: Any) -> TorchMo
         for name, submodule in module.named_modules()
         if isinstance(submodule, torch.nn.Linear)
     )
-    return TorchModule(module=module, linear_weights=linear_weights)
+    return TorchModule(
+        module=module,
+        linear_weights=linear_weights,
+        sliding_layers=sliding_layers(hf_config),
+    )
 
 
 def load_params(built: TorchModule, folder: Path, dtype: jnp.dtype) -> Params:
