@@ -56,7 +56,7 @@ def _attention(
     soft_cap: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
-    **_: Any,
+    **_others: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Stores this step's K and V, then attends, request by request, tile by tile.
 

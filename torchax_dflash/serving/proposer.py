@@ -21,7 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from tpu_inference.layers.common.attention_metadata import AttentionMetadata
+from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 
 from torchax_dflash.config import TargetConfig
@@ -139,7 +142,38 @@ class TorchaxDFlashProposer(DFlashProposer):
         )
 
     def warm_up(self) -> None:
-        """Compiles both programs for every padded number of tokens."""
+        """Compiles both programs for every padded number of tokens; stores nothing."""
+        runner, hidden = self.runner, self.draft.config.hidden_size
+        requests = runner.max_num_reqs
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        rows = NamedSharding(self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
+        states = NamedSharding(
+            self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA, None)
+        )
+
+        def integers(*shape: int) -> jax.Array:
+            return jax.device_put(np.zeros(shape, np.int32), replicated)
+
+        for tokens in runner.num_tokens_paddings:
+            metadata = AttentionMetadata(
+                input_positions=integers(tokens),
+                block_tables=integers(requests * runner.max_num_blocks_per_req),
+                seq_lens=integers(requests),
+                query_start_loc=integers(requests + 1),
+                request_distribution=integers(3),
+                padded_num_reqs=runner.attn_num_reqs_paddings[-1],
+            )
+            empty = np.zeros((tokens, hidden), self.draft.dtype)
+            self.final_hidden_states = jax.device_put(empty, states)
+            aux = [jax.device_put(empty, states)] * len(
+                self.draft.config.target_layer_ids
+            )
+            per_request = jax.device_put((np.zeros(requests, np.int32),) * 4, rows)
+            count = jax.device_put(np.zeros(1, np.int32), rows)
+            context, anchors, _, _ = self.prepare_inputs(
+                metadata, integers(tokens), tuple(aux), *per_request, count
+            )
+            self.propose([], anchors, metadata, None, context)
 
     def propose(
         self,

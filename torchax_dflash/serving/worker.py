@@ -13,6 +13,7 @@ from tpu_inference.worker.tpu_worker import TPUWorker
 
 from torchax_dflash.serving import cpu
 from torchax_dflash.serving.proposer import TorchaxDFlashProposer
+from torchax_dflash.serving.runner_fix import keep_tokens_of_unscheduled_requests
 
 
 class CpuWorker(TPUWorker):
@@ -33,6 +34,7 @@ class DFlashWorker(CpuWorker):
         runner = self.model_runner
         runner.drafter = TorchaxDFlashProposer(self.vllm_config, runner)
         runner.speculative_decoding_manager = _Manager(runner)
+        keep_tokens_of_unscheduled_requests(runner)
         # tpu-inference warms its own proposer's shapes up; ours has others
         # (`compilation_manager.py:1311`).
         runner.compilation_manager._precompile_dflash_helpers = self._drafter.warm_up
