@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mend of tpu-inference 0.32.0 without which outputs can be wrong.
 
-Under async scheduling the runner keeps placeholders (zeros) for a step's tokens until the
-next step replaces them: `TPUModelRunner._modify_prev_results` (`tpu_runner.py:1497`). It
-skips requests that are not in the batch by then, as if they had finished. A request that
-just was not scheduled, because drafts of others took the token budget, stays alive; when
-it returns, its last token reads as 0, and everything after it is wrong.
+Under async scheduling the runner keeps placeholders (zeros) for a step's tokens until
+the next step replaces them: `TPUModelRunner._modify_prev_results`
+(`tpu_runner.py:1497`). It skips requests that are not in the batch by then, as if they
+had finished. A request that just was not scheduled, because drafts of others took the
+token budget, stays alive; when it returns, its last token reads as 0, and everything
+after it is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tpu_inference.runner import utils as runner_utils
 
 
 def keep_tokens_of_unscheduled_requests(runner: Any) -> None:
-    """Makes this runner fill in the tokens of requests that are alive but not batched."""
+    """Makes this runner fill in the tokens of requests alive, but not in the batch."""
     original = runner._modify_prev_results
 
     def modify_prev_results(self: Any) -> None:
