@@ -4,7 +4,7 @@
 Usage: serving_engine.py JOB.json RESULT.json
 
 The job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params": {}}]}.
-The result: {"outputs": [[[ids]]], "metrics": [{counter: value}]}, one of each per batch.
+The result: {"outputs": [[[ids]]], "metrics": [{counter: value}]}, one per batch.
 """
 
 import json

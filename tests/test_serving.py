@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFlash in the real vLLM and tpu-inference, on JAX's CPU backend.
 
-The engines run in processes of their own, so this file needs no vllm to be imported; the
-reference is our offline generator, which equals transformers elsewhere.
+The engines run in processes of their own, so this file does not import vllm; the
+reference is our offline generator, which other tests hold against transformers.
 """
 
 import functools
@@ -84,7 +84,10 @@ def batches() -> dict[str, dict]:
         "shared prefix": {"prompts": shared, "params": go_on},
         "shared prefix, cached": {"prompts": shared, "params": go_on},
         # two decoding requests take the whole token budget from the others
-        "left unscheduled": {"prompts": [[3], [4], [7], [9], [11], [2]], "params": go_on},
+        "left unscheduled": {
+            "prompts": [[3], [4], [7], [9], [11], [2]],
+            "params": go_on,
+        },
         "max_model_len": {
             "prompts": [(p * 128)[:n] for p, n in zip(
                 random_prompts(4, seed=33), (120, 124, 126, 127), strict=True)],

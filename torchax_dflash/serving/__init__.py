@@ -4,7 +4,7 @@
     platform.py    chooses our worker for `"method": "dflash"`
     worker.py      puts our proposer into tpu-inference's model runner
     proposer.py    ingests and drafts each step, on the target's block table
-    runner_fix.py  a fault of tpu-inference under async scheduling, mended
+    runner_fix.py  two faults of tpu-inference under async scheduling, mended
     head.py        the target's embedding and output head, as the draft borrows them
     cpu.py         what the TPU stack needs to run on a CPU, for development
 

@@ -168,10 +168,16 @@ class TorchaxDFlashProposer(DFlashProposer):
             aux = [jax.device_put(empty, states)] * len(
                 self.draft.config.target_layer_ids
             )
-            per_request = jax.device_put((np.zeros(requests, np.int32),) * 4, rows)
-            count = jax.device_put(np.zeros(1, np.int32), rows)
+            per_request = jax.device_put(np.zeros(requests, np.int32), rows)
             context, anchors, _, _ = self.prepare_inputs(
-                metadata, integers(tokens), tuple(aux), *per_request, count
+                metadata,
+                integers(tokens),
+                tuple(aux),
+                last_sampled_token_id=per_request,
+                next_prompt_token_id=per_request,
+                is_in_prefill=per_request,
+                num_rejected_tokens=per_request,
+                num_reqs_dp=jax.device_put(np.zeros(1, np.int32), rows),
             )
             self.propose([], anchors, metadata, None, context)
 

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mend of tpu-inference 0.32.0 without which outputs can be wrong.
+"""Two mends of tpu-inference 0.32.0 without which outputs can be wrong.
 
 Under async scheduling the runner keeps placeholders (zeros) for a step's tokens until
-the next step replaces them: `TPUModelRunner._modify_prev_results`
-(`tpu_runner.py:1497`). It skips requests that are not in the batch by then, as if they
-had finished. A request that just was not scheduled, because drafts of others took the
-token budget, stays alive; when it returns, its last token reads as 0, and everything
-after it is wrong.
+the next step replaces them, and remembers which rows' tokens to take from the device.
+
+1. `TPUModelRunner._modify_prev_results` (`tpu_runner.py:1497`) skips requests that are
+   not in the batch by then, as if they had finished. A request that just was not
+   scheduled, because drafts of others took the token budget, stays alive; when it
+   returns, its last token reads as 0, and everything after it is wrong.
+2. `_update_placeholder` (`tpu_runner.py:1635`) remembers rows, too, whose token is
+   discarded because more of their tokens are yet to be computed. For a prompt that is
+   checked later; for the outputs of a preempted request, which are computed anew, it is
+   not: the runner takes a token that means nothing, or fails an assertion.
 """
 
 from __future__ import annotations
@@ -17,15 +22,23 @@ from typing import Any
 from tpu_inference.runner import utils as runner_utils
 
 
-def keep_tokens_of_unscheduled_requests(runner: Any) -> None:
-    """Makes this runner fill in the tokens of requests alive, but not in the batch."""
-    original = runner._modify_prev_results
+def mend(runner: Any) -> None:
+    """Replaces both methods of this runner."""
+    modify_prev_results = runner._modify_prev_results
+    update_placeholder = runner._update_placeholder
 
-    def modify_prev_results(self: Any) -> None:
+    def filling_in(self: Any) -> None:
         _fill_in_unscheduled(self)
-        original()
+        modify_prev_results()
 
-    runner._modify_prev_results = MethodType(modify_prev_results, runner)
+    def forgetting_discarded(self: Any, discarded: list[int], *args: Any) -> Any:
+        rows = update_placeholder(discarded, *args)
+        for index in discarded:
+            rows.pop(self.input_batch.req_ids[index], None)
+        return rows
+
+    runner._modify_prev_results = MethodType(filling_in, runner)
+    runner._update_placeholder = MethodType(forgetting_discarded, runner)
 
 
 def _fill_in_unscheduled(runner: Any) -> None:

@@ -11,9 +11,8 @@ from tpu_inference.runner.speculative_decoding_manager import (
 )
 from tpu_inference.worker.tpu_worker import TPUWorker
 
-from torchax_dflash.serving import cpu
+from torchax_dflash.serving import cpu, runner_fix
 from torchax_dflash.serving.proposer import TorchaxDFlashProposer
-from torchax_dflash.serving.runner_fix import keep_tokens_of_unscheduled_requests
 
 
 class CpuWorker(TPUWorker):
@@ -34,7 +33,7 @@ class DFlashWorker(CpuWorker):
         runner = self.model_runner
         runner.drafter = TorchaxDFlashProposer(self.vllm_config, runner)
         runner.speculative_decoding_manager = _Manager(runner)
-        keep_tokens_of_unscheduled_requests(runner)
+        runner_fix.mend(runner)
         # tpu-inference warms its own proposer's shapes up; ours has others
         # (`compilation_manager.py:1311`).
         runner.compilation_manager._precompile_dflash_helpers = self._drafter.warm_up
