@@ -4,15 +4,29 @@ PYTHON ?= $(shell for p in python3.12 python3 python3.13 \
 	$$(ls -d "$$(pyenv root 2>/dev/null)"/versions/3.1[2-9]*/bin/python3 2>/dev/null); do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$p" && break; done)
 BIN := .venv/bin
+# vLLM wants other versions (of torch, among others), so it has an environment of its own.
+SERVING := .venv-serving/bin
 .DELETE_ON_ERROR:
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-serving serve bench lint format clean
 
 demo: .venv/.installed  ## answer a question with DFlash, and compare with plain decoding
 	@$(BIN)/python examples/generate.py --compare
 
-test: .venv/.installed-dev  ## all tests, real components only
-	@$(BIN)/python -m pytest
+test: .venv/.installed-dev  ## the tests of everything but serving
+	@$(BIN)/python -m pytest -m 'not vllm'
+
+test-serving: .venv-serving/.installed  ## the tests of serving, on the real vLLM
+	@$(SERVING)/python -m pytest -m vllm
+
+serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pair, on this CPU
+	@target=$$($(SERVING)/python -c 'from torchax_dflash.demo import demo_target as d; print(d())') && \
+	JAX_PLATFORMS=cpu MODEL_IMPL_TYPE=vllm DRAFT_MODEL_IMPL_TYPE=vllm \
+	SKIP_JAX_PRECOMPILE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
+	$(SERVING)/vllm serve "$$target" --served-model-name smollm2 --dtype float32 \
+		--host 127.0.0.1 --port 8000 --max-model-len 1024 --max-num-seqs 4 \
+		--max-num-batched-tokens 128 --speculative-config \
+		'{"method": "dflash", "model": "examples/smollm2-135m-dflash", "num_speculative_tokens": 3}'
 
 bench: .venv/.installed-dev  ## the figures of the README, on this machine
 	@$(BIN)/python scripts/benchmark.py
@@ -28,13 +42,13 @@ format: .venv/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-serving
 
-.venv/bin/python:
+.venv/bin/python .venv-serving/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or newer is needed; none was found."; \
 		echo "Install one, or name it: make PYTHON=/path/to/python3.12 demo"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(PYTHON) -m venv $(@D)/..
+	$@ -m pip install --quiet --upgrade pip
 
 .venv/.installed: .venv/bin/python pyproject.toml
 	@echo "Installing into .venv (the first time: several minutes, about 6 GB, mostly torch)"
@@ -43,4 +57,9 @@ clean:
 
 .venv/.installed-dev: .venv/.installed pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+.venv-serving/.installed: .venv-serving/bin/python pyproject.toml
+	@echo "Installing vLLM into .venv-serving (the first time: several minutes, about 11 GB)"
+	$(SERVING)/python -m pip install --quiet --editable '.[vllm]' pytest pytest-timeout
 	@touch $@

@@ -181,9 +181,8 @@ def smollm2():
     from torchax_dflash.demo import demo_target
 
     folder = demo_target()
-    draft_folder = os.path.join(
-        os.path.dirname(__file__), "..", "examples", "smollm2-135m-dflash"
-    )
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    draft_folder = os.path.join(root, "examples", "smollm2-135m-dflash")
     return SimpleNamespace(
         folder=folder,
         draft_folder=draft_folder,

@@ -3,7 +3,8 @@
 
 Usage: serving_engine.py JOB.json RESULT.json
 
-The job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params": {}}]}.
+The job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params": {}}],
+"environment": {changes to ours}}.
 The result: {"outputs": [[[ids]]], "metrics": [{counter: value}]}, one per batch.
 """
 
@@ -25,10 +26,10 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    os.environ.update(ENVIRONMENT)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.update(ENVIRONMENT | job.get("environment", {}))
     from vllm import LLM, SamplingParams
 
-    job = json.loads(Path(sys.argv[1]).read_text())
     engine = LLM(disable_log_stats=False, **job["engine"])
     outputs, metrics = [], []
     for batch in job["batches"]:

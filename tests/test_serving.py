@@ -183,6 +183,36 @@ def test_fewer_drafts_than_the_block_and_preemption():
     assert result["metrics"][0]["vllm:num_preemptions"] > 0
 
 
+@pytest.mark.smollm2
+def test_the_demo_pair(smollm2):
+    """A real model, whose head_dim of 64 takes the other attention kernel."""
+    questions = ["What is the capital of France?", "Count from 1 to 20.", "def f(n):"]
+    prompts = [smollm2.tokenizer(question).input_ids for question in questions]
+    params = {"max_tokens": 48, "ignore_eos": True}
+    options = {"max_model_len": 256, "max_num_batched_tokens": 64}
+    result = run_engine(
+        {
+            "engine": engine_arguments(
+                smollm2.folder, smollm2.draft_folder, k=3, **options
+            ),
+            "batches": [{"prompts": prompts, "params": params}],
+            # its many programs take minutes to compile: compile what is used
+            "environment": {
+                "SKIP_JAX_PRECOMPILE": "1",
+                "VLLM_XLA_CHECK_RECOMPILATION": "0",
+            },
+        }
+    )
+    generator = Generator(
+        smollm2.target, smollm2.draft, max_num_seqs=3, num_speculative_tokens=3
+    )
+    want = generator.generate(prompts, SamplingParams(**params))
+    assert result["outputs"][0] == [output.token_ids for output in want]
+    accepted = sum(sum(output.from_draft) for output in want)
+    counter = "vllm:spec_decode_num_accepted_tokens"
+    assert 0 <= result["metrics"][0][counter] - accepted <= 2 * len(prompts)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
