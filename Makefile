@@ -21,7 +21,7 @@ test-serving: .venv-serving/.installed  ## the tests of serving, on the real vLL
 
 serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pair, on this CPU
 	@target=$$($(SERVING)/python -c 'from torchax_dflash.demo import demo_target as d; print(d())') && \
-	JAX_PLATFORMS=cpu MODEL_IMPL_TYPE=vllm DRAFT_MODEL_IMPL_TYPE=vllm \
+	JAX_PLATFORMS=cpu MODEL_IMPL_TYPE=vllm \
 	SKIP_JAX_PRECOMPILE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
 	$(SERVING)/vllm serve "$$target" --served-model-name smollm2 --dtype float32 \
 		--host 127.0.0.1 --port 8000 --max-model-len 1024 --max-num-seqs 4 \

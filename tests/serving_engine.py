@@ -16,7 +16,6 @@ from pathlib import Path
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "MODEL_IMPL_TYPE": "vllm",
-    "DRAFT_MODEL_IMPL_TYPE": "vllm",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

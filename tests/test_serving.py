@@ -219,6 +219,10 @@ def test_the_demo_pair(smollm2):
         ({"draft": "no-such-draft"}, "no-such-draft"),
         ({"k": BLOCK}, "num_speculative_tokens: expected 1 to"),
         ({"other_target": True}, "num_target_layers: expected the target's"),
+        (
+            {"environment": {"MODEL_IMPL_TYPE": "auto"}},
+            "MODEL_IMPL_TYPE: expected vllm",
+        ),
     ],
     ids=str,
 )
@@ -232,8 +236,9 @@ def test_bad_input_is_refused_at_start_up(options, message, tmp_path):
         draft = str(tmp_path)
     draft = options.get("draft", draft)
     arguments = engine_arguments(target, draft, k=options.get("k", BLOCK - 1))
+    environment = options.get("environment", {})
     with pytest.raises(RuntimeError) as error:
-        run_engine({"engine": arguments, "batches": []})
+        run_engine({"engine": arguments, "batches": [], "environment": environment})
     assert message in str(error.value)
 
 

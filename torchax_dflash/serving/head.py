@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_EMBEDDING = ("embed_tokens.weight", "embed_tokens.embedding", "embed.embedding")
-_HEAD = ("lm_head.weight", "lm_head.kernel", "lm_head.embedding")
+_EMBEDDING = ("embed_tokens.weight", "tok_embeddings.weight", "wte.weight")
+_HEAD = ("lm_head.weight", "embed_out.weight")
 
 
 @jax.tree_util.register_dataclass
@@ -29,13 +28,25 @@ class ServedHead:
     vocab_size: int = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, state: Any, vocab_size: int, hidden_size: int) -> ServedHead:
-        """Finds both in a runner's state, of PyTorch-path and of JAX targets.
+    def of(
+        cls,
+        arrays: dict[str, jax.Array],
+        *,
+        tied: bool,
+        vocab_size: int,
+        hidden_size: int,
+    ) -> ServedHead:
+        """Finds both among the runner's arrays by name.
+
+        Args:
+            arrays: `runner.state` of a PyTorch-path target.
+            tied: the config says that the head is the embedding.
+            vocab_size: V without padding.
+            hidden_size: the draft's D.
 
         Raises:
             RuntimeError: there is not exactly one of each.
         """
-        arrays = _named_arrays(state)
         embedding = _the_one(arrays, _EMBEDDING, "embedding")
         if embedding is None:
             raise RuntimeError(
@@ -43,6 +54,11 @@ class ServedHead:
                 f"among {len(arrays)}. This target is not supported with DFlash."
             )
         head = _the_one(arrays, _HEAD, "output head")
+        if head is None and not tied:
+            raise RuntimeError(
+                f"target: expected one weight named like {_HEAD[0]} (its head is not "
+                "tied), got none. This target is not supported with DFlash."
+            )
         head = embedding if head is None else head
         for name, array in (("embedding", embedding), ("output head", head)):
             if hidden_size not in array.shape or array.ndim != 2:
@@ -63,19 +79,6 @@ class ServedHead:
         logits = hidden @ head.astype(hidden.dtype)
         real = jnp.arange(logits.shape[-1]) < self.vocab_size
         return jnp.where(real, logits, jnp.finfo(logits.dtype).min)
-
-
-def _named_arrays(state: Any) -> dict[str, jax.Array]:
-    """All arrays of a runner's state by dotted name."""
-    if isinstance(state, dict):
-        return {name: getattr(value, "value", value) for name, value in state.items()}
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    arrays = {}
-    for path, leaf in leaves:
-        keys = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
-        keys = [key for key in keys if key not in ("value", ".value")]
-        arrays[".".join(keys)] = leaf
-    return arrays
 
 
 def _the_one(

@@ -51,10 +51,40 @@ class DFlashTpuPlatform(TpuPlatform):
                     tested,
                     installed,
                 )
-        parallel = vllm_config.parallel_config
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if getattr(parallel, name) != 1:
-                raise config_error(
-                    name, "1 with DFlash", getattr(parallel, name), "Set it to 1."
-                )
-        parallel.worker_cls = _WORKER
+        _refuse_unsupported(vllm_config)
+        vllm_config.parallel_config.worker_cls = _WORKER
+
+
+def _refuse_unsupported(vllm_config: Any) -> None:
+    """What would fail in mid-request, or draft from the wrong rows without a word."""
+    # Not at the top: the platform is chosen while vllm is still being imported.
+    from tpu_inference.models.common.model_loader import resolve_model_impl_type
+
+    impl = resolve_model_impl_type(vllm_config)
+    if impl != "vllm":
+        raise config_error(
+            "MODEL_IMPL_TYPE", "vllm with DFlash", impl, "Set MODEL_IMPL_TYPE=vllm."
+        )
+    parallel, sharding = vllm_config.parallel_config, vllm_config.sharding_config
+    sizes = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        # of requests and of attention; tpu-inference moves it out of parallel_config
+        "data parallelism": sharding.total_dp_size,
+        "prefill_context_parallel_size": sharding.prefill_cp_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            raise config_error(name, "1 with DFlash", size, "Set it to 1.")
+    unsupported = {
+        "enable_continue_decode": (vllm_config.additional_config or {}).get(
+            "enable_continue_decode"
+        ),
+        "enable_lora": vllm_config.lora_config,
+        "multimodal target": vllm_config.model_config.is_multimodal_model,
+        "multi-axis RoPE (M-RoPE)": vllm_config.model_config.uses_mrope,
+        "speculative_config.revision": vllm_config.speculative_config.revision,
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise config_error(name, "none with DFlash", value, "Leave it out.")

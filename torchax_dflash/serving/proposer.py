@@ -55,6 +55,8 @@ class TorchaxDFlashProposer(DFlashProposer):
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
         self.draft = jax.device_put(draft, NamedSharding(self.mesh, PartitionSpec()))
         self._vocab_size = vllm_config.model_config.get_vocab_size()
+        text = vllm_config.model_config.hf_config.get_text_config()
+        self._tied: bool = text.tie_word_embeddings
         self.final_hidden_states: jax.Array | None = None
         self._pool: KVPool | None = None
         self._head: ServedHead | None = None
@@ -62,21 +64,34 @@ class TorchaxDFlashProposer(DFlashProposer):
     def load_model(self, target_model: Any) -> None:
         """Takes the target's embedding and head from the runner's state."""
         self._head = ServedHead.of(
-            target_model, self._vocab_size, self.draft.config.hidden_size
+            target_model,
+            tied=self._tied,
+            vocab_size=self._vocab_size,
+            hidden_size=self.draft.config.hidden_size,
         )
+
+    @property
+    def tapped_layers(self) -> list[int]:
+        """The draft's target layers, as vLLM gives them: in order, each once."""
+        return sorted(set(self.draft.config.target_layer_ids))
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of the draft's pool, on all devices together."""
         config = self.draft.config
         row = config.num_key_value_heads * config.head_dim * self.draft.dtype.itemsize
-        return 2 * config.num_hidden_layers * row * page_size
+        copies = 1 if self._split_axis() else self.mesh.size
+        return 2 * config.num_hidden_layers * row * page_size * copies
+
+    def _split_axis(self) -> str | None:
+        """The mesh axis that the pool's KV heads are split over, if they can be."""
+        split = self.mesh.shape.get("model", 1)
+        heads = self.draft.config.num_key_value_heads
+        return "model" if split == self.mesh.size and heads % split == 0 else None
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
-        heads = self.draft.config.num_key_value_heads
-        split = self.mesh.shape.get("model", 1)
-        axis = "model" if split > 1 and heads % split == 0 else None
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, None, axis, None))
+        spec = PartitionSpec(None, None, self._split_axis(), None)
+        sharding = NamedSharding(self.mesh, spec)
         make = partial(self.draft.make_pool, num_pages=num_pages, page_size=page_size)
         try:
             self._pool = jax.jit(make, out_shardings=sharding)()
@@ -117,7 +132,10 @@ class TorchaxDFlashProposer(DFlashProposer):
         self._pool, page_table, context_lens, anchors = _ingest_step(
             self.draft,
             self._pool,
-            attn_metadata,
+            attn_metadata.input_positions,
+            attn_metadata.block_tables,
+            attn_metadata.seq_lens,
+            attn_metadata.query_start_loc,
             self._features(aux_hidden_states),
             last_sampled_token_id,
             next_prompt_token_id,
@@ -132,14 +150,12 @@ class TorchaxDFlashProposer(DFlashProposer):
     ) -> tuple[jax.Array, ...]:
         """What the draft was trained on: HF's `hidden_states[id + 1]`."""
         config = self.draft.config
+        states = dict(zip(self.tapped_layers, aux_hidden_states, strict=True))
         last = config.num_target_layers - 1
-        assert self.final_hidden_states is not None
-        return tuple(
-            self.final_hidden_states if layer == last else state
-            for layer, state in zip(
-                config.target_layer_ids, aux_hidden_states, strict=True
-            )
-        )
+        if last in states:
+            assert self.final_hidden_states is not None
+            states[last] = self.final_hidden_states
+        return tuple(states[layer] for layer in config.target_layer_ids)
 
     def warm_up(self) -> None:
         """Compiles both programs for every padded number of tokens; stores nothing."""
@@ -165,9 +181,7 @@ class TorchaxDFlashProposer(DFlashProposer):
             )
             empty = np.zeros((tokens, hidden), self.draft.dtype)
             self.final_hidden_states = jax.device_put(empty, states)
-            aux = [jax.device_put(empty, states)] * len(
-                self.draft.config.target_layer_ids
-            )
+            aux = [jax.device_put(empty, states)] * len(self.tapped_layers)
             per_request = jax.device_put(np.zeros(requests, np.int32), rows)
             context, anchors, _, _ = self.prepare_inputs(
                 metadata,
@@ -218,7 +232,10 @@ class TorchaxDFlashProposer(DFlashProposer):
 def _ingest_step(
     draft: DraftModel,
     pool: KVPool,
-    metadata: Any,
+    positions: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
     aux_hidden_states: tuple[jax.Array, ...],
     last_sampled_token_id: jax.Array,
     next_prompt_token_id: jax.Array,
@@ -227,20 +244,19 @@ def _ingest_step(
     num_reqs_dp: jax.Array,
 ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
     """The whole of `prepare_inputs` in one program."""
-    batch = metadata.seq_lens.shape[0]
-    page_table = metadata.block_tables.reshape(batch, -1)
+    batch = seq_lens.shape[0]
+    page_table = block_tables.reshape(batch, -1)
     num_reqs = num_reqs_dp[0]
     in_batch = jnp.arange(batch) < num_reqs
     rejected = num_rejected_tokens[:batch]
-    context_lens = jnp.where(in_batch, metadata.seq_lens - rejected, 0)
+    context_lens = jnp.where(in_batch, seq_lens - rejected, 0)
 
     # Which request a row belongs to: the first whose end lies behind it.
-    positions = metadata.input_positions
     rows = jnp.arange(positions.shape[0])
-    ends = jnp.where(in_batch, metadata.query_start_loc[1 : batch + 1], 2**31 - 1)
+    ends = jnp.where(in_batch, query_start_loc[1 : batch + 1], 2**31 - 1)
     request = jnp.clip(jnp.searchsorted(ends, rows, side="right"), 0, batch - 1)
     accepted = positions < context_lens[request]
-    accepted &= rows < metadata.query_start_loc[num_reqs]
+    accepted &= rows < query_start_loc[num_reqs]
     slots = slots_of(pool, page_table[request], positions[:, None], accepted[:, None])[
         :, 0
     ]

@@ -11,6 +11,7 @@ from tpu_inference.runner.speculative_decoding_manager import (
 )
 from tpu_inference.worker.tpu_worker import TPUWorker
 
+from torchax_dflash.config import config_error
 from torchax_dflash.serving import cpu, runner_fix
 from torchax_dflash.serving.proposer import TorchaxDFlashProposer
 
@@ -43,16 +44,35 @@ class DFlashWorker(CpuWorker):
 
         The PyTorch path gives them for the method "eagle3" only
         (`vllm_model_wrapper.py:279,419`), so the target is loaded under a view of the
-        config that says so. The layer ids come from the draft's config either way.
+        config that says so, with the layers in vLLM's terms: an input of layer id + 1.
+
+        Raises:
+            ValueError: the target's class in vLLM cannot give them.
         """
         runner = self.model_runner
         original = runner.vllm_config
         view = copy.copy(original)
-        view.speculative_config = copy.copy(original.speculative_config)
-        view.speculative_config.method = "eagle3"
+        speculative = view.speculative_config = copy.copy(original.speculative_config)
+        speculative.method = "eagle3"
+        model = speculative.draft_model_config = copy.copy(
+            speculative.draft_model_config
+        )
+        model.hf_config = copy.copy(model.hf_config)
+        model.hf_config.eagle_aux_hidden_state_layer_ids = [
+            layer + 1 for layer in self._drafter.tapped_layers
+        ]
         runner.vllm_config = view
         try:
             super().load_model()
+        except RuntimeError as error:
+            if "EAGLE3" not in str(error):
+                raise
+            raise config_error(
+                "target",
+                "a model that gives its hidden states (vLLM's SupportsEagle3)",
+                original.model_config.architectures,
+                "Its class in vLLM does not; DFlash needs them.",
+            ) from error
         finally:
             runner.vllm_config = original
             original.quant_config = view.quant_config
@@ -70,7 +90,19 @@ class DFlashWorker(CpuWorker):
         return {name: s for name, s in specs.items() if not name.startswith("draft_")}
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocates the draft's pool together with the target's cache."""
+        """Allocates the draft's pool together with the target's cache.
+
+        Raises:
+            ValueError: the target has several KV cache groups, so several block tables.
+        """
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise config_error(
+                "KV cache groups",
+                "1 with DFlash",
+                groups,
+                "Try --disable-hybrid-kv-cache-manager.",
+            )
         super().initialize_from_config(kv_cache_config)
         self._drafter.allocate(kv_cache_config.num_blocks, self.cache_config.block_size)
 
