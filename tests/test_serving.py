@@ -140,19 +140,22 @@ def test_outputs_equal_the_engine_without_a_draft():
 
 @pytest.mark.parametrize(("family", "tied"), PAIRS)
 def test_drafts_are_as_good_as_offline(family, tied):
-    """Counters of the first batch: equal, but for each request's last step.
+    """Counters of the first batch: equal, but for a step or two of each request.
 
-    There the engine verifies all drafts, and the generator only what the limit leaves.
+    In the last one the engine verifies all drafts, the generator only what the limit
+    leaves; and under async scheduling a request that was left unscheduled for a while
+    comes back without its drafts.
     """
     batch = batches()["ragged"]
     outputs = offline(pair(family, tied), batch, with_draft=True)
     metrics = served(family, tied).metrics["ragged"]
     steps = sum(len(output.acceptance_lengths) for output in outputs)
     accepted = sum(sum(output.from_draft) for output in outputs)
-    assert 0 <= metrics["vllm:spec_decode_num_drafts"] - steps <= len(outputs)
-    extra = metrics["vllm:spec_decode_num_accepted_tokens"] - accepted
     assert accepted > 20
-    assert 0 <= extra <= len(outputs) * 2
+    more_steps = metrics["vllm:spec_decode_num_drafts"] - steps
+    more_accepted = metrics["vllm:spec_decode_num_accepted_tokens"] - accepted
+    assert abs(more_steps) <= len(outputs)
+    assert abs(more_accepted) <= len(outputs)
 
 
 def test_the_cached_prefix_brings_the_drafts_context():
