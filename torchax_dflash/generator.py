@@ -116,7 +116,7 @@ class Generator:
         report(0, total)
         no_stops = [-1] * decode_state.NUM_STOP_IDS
         for done, size in enumerate(chunks, start=1):
-            self._prefill_chunk(0, [0] * size, 0, size, 0, no_stops, count=0)
+            self._prefill_chunk(0, [], 0, size, 0, no_stops)
             report(done, total)
         self._decode([False] * self.max_num_seqs)
         report(total, total)
@@ -239,11 +239,10 @@ class Generator:
         size: int,
         limit: int,
         stop_ids: Sequence[int],
-        count: int | None = None,
     ) -> int:
         padded = np.zeros(size, np.int32)
         padded[: len(token_ids)] = token_ids
-        scalars = (row, start, len(token_ids) if count is None else count, limit)
+        scalars = (row, start, len(token_ids), limit)
         arguments = jax.device_put(
             (padded, np.array(stop_ids, np.int32), *map(np.int32, scalars))
         )
