@@ -66,7 +66,6 @@ def paged_attention(
     folded = 1 < kv_heads and num_heads * rows <= _FOLDED_ROWS
     if folded:
         grouped, key, value = _fold_heads(grouped, key, value)
-        pages = tuple(p.reshape(*p.shape[:2], 1, -1) for p in pages)
         kv_heads, head_dim = 1, kv_heads * head_dim
     query_pos = context_lens[:, None] + jnp.arange(rows)  # [B, Q]
 

@@ -20,6 +20,7 @@ _GYM_TASKS = (
     "number_filtering letter_counting word_sorting polynomial_equations count_bits "
     "decimal_arithmetic dice"
 ).split()
+_GYM_SUFFIX = " Give the result as your final answer. Do not include units."
 _NAMES = (
     "Anna Ben Clara David Elena Felix Grace Henry Iris Jack Karen Leo Mia Noah Olivia "
     "Paul Quinn Rosa Sam Tina Uma Victor Wendy Xavier Yara Zack Amir Bella Carlos Dora"
@@ -61,7 +62,6 @@ _STORIES = (
 def prompts(seed: int) -> Iterator[str]:
     """Endless: half GSM8K-like templates, a third other puzzles, some stories."""
     rng = random.Random(f"math {seed}")
-    rounds = 0
     while True:
         start = rng.randrange(1 << 30)
         symbolic = _gym("gsm_symbolic", start, 300)
@@ -75,12 +75,11 @@ def prompts(seed: int) -> Iterator[str]:
                 yield ASK.format(puzzle) if rng.random() < 0.7 else puzzle
             if index % 3 == 2:
                 yield ASK.format(stories.pop())
-        rounds += 1
 
 
 def _gym(task: str, seed: int, size: int) -> list[str]:
     dataset = reasoning_gym.create_dataset(task, seed=seed, size=size)
-    questions = [entry["question"] for entry in dataset]
+    questions = [entry["question"].removesuffix(_GYM_SUFFIX) for entry in dataset]
     return [question for question in questions if len(question) < 900]
 
 
