@@ -232,12 +232,21 @@ def draft_tokens(
         context_lens=context_lens,
         block_lens=block_lens,
     )
-    logits = _logits(draft, target, hidden[:, 1:])
+    logits = draft_logits(draft, target, hidden[:, 1:])
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
-    """Through the target's head, by the module's own `compute_logits` if it has one."""
+def draft_logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
+    """Through the target's head, by the module's own `compute_logits` if it has one.
+
+    Args:
+        draft: the model.
+        target: lends its head.
+        hidden: [..., D] of `draft_hidden_states`.
+
+    Returns:
+        [..., V], or as many as `target.project` gives.
+    """
     module: Any = draft.module.module
 
     def head(rows: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import reasoning_gym
 
-ASK = (
-    "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-)
+ASK = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 """The wording of the `dflash` package's benchmark."""
 
 _GYM_TASKS = (

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained draft as a checkpoint folder: for `dflash`, vLLM and ourselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from torchax_dflash.draft_model import DraftModel
+
+
+def export(
+    draft: DraftModel,
+    folder: Path,
+    *,
+    dtype: str = "bfloat16",
+    speculators_for: str | None = None,
+) -> None:
+    """Writes config.json and model.safetensors; the folder appears whole.
+
+    Args:
+        draft: in memory.
+        folder: must not exist, or be an export; other files in it stay.
+        dtype: of the weights on disk.
+        speculators_for: write the `speculators` library's format instead, naming this
+            target (a hub id or a folder) as the verifier.
+
+    Raises:
+        OSError: the disk is full; an older export is unharmed.
+    """
+    config = _config(draft, dtype)
+    if speculators_for is not None:
+        config = _speculators_config(draft, config, speculators_for)
+    tensors = {
+        name: _to_torch(array, name in draft.module.linear_weights, dtype)
+        for name, array in draft.params.items()
+        if name in dict(draft.module.module.named_parameters())
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / ".export"
+    scratch.mkdir(exist_ok=True)
+    try:
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(config, indent=2) + "\n"
+        (scratch / "config.json").write_text(text)
+        for file in scratch.iterdir():
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _to_torch(array: Any, is_linear: bool, dtype: str) -> torch.Tensor:
+    matrix = np.asarray(array, np.float32)
+    matrix = matrix.T if is_linear else matrix
+    return torch.from_numpy(np.ascontiguousarray(matrix)).to(getattr(torch, dtype))
+
+
+def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:
+    hf_config: Any = draft.module.module.config
+    config = hf_config.to_dict()
+    config["architectures"] = [type(draft.module.module).__name__]
+    config["dtype"] = dtype
+    # Readers older than transformers 5 look here.
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    return {name: value for name, value in sorted(config.items()) if name[0] != "_"}
+
+
+def _speculators_config(
+    draft: DraftModel, config: dict[str, Any], target: str
+) -> dict[str, Any]:
+    """The layout that vLLM reads from `speculators` checkpoints.
+
+    Tapped layers are counted as vLLM's aux hidden states are: what enters a layer, so
+    one more than DFlash's ids.
+    """
+    block_size = draft.config.block_size
+    own = ("architectures", "block_size", "dflash_config", "num_target_layers", "dtype")
+    layers = {name: value for name, value in config.items() if name not in own}
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "dtype": config["dtype"],
+        "transformer_layer_config": layers,
+        "draft_vocab_size": draft.config.vocab_size,
+        "target_hidden_size": draft.config.hidden_size,
+        "block_size": block_size,
+        "mask_token_id": draft.config.mask_token_id,
+        "aux_hidden_state_layer_ids": [i + 1 for i in draft.config.target_layer_ids],
+        "num_target_layers": draft.config.num_target_layers,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": block_size - 1}
+            ],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+    }
