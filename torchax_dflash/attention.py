@@ -63,7 +63,7 @@ def paged_attention(
     batch, num_heads, rows, head_dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, -1, head_dim)  # [B, H, N/H * Q, K]
-    folded = 1 < kv_heads and num_heads * rows <= _FOLDED_ROWS
+    folded = kv_heads > 1 and num_heads * rows <= _FOLDED_ROWS
     if folded:
         grouped, key, value = _fold_heads(grouped, key, value)
         kv_heads, head_dim = 1, kv_heads * head_dim

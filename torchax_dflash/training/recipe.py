@@ -148,6 +148,26 @@ class Recipe:
                 )
 
 
+def _check(
+    name: str,
+    value: float,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    wrong = (
+        (at_least is not None and value < at_least)
+        or (above is not None and value <= above)
+        or (at_most is not None and value > at_most)
+    )
+    if wrong:
+        limits = [f"at least {at_least}"] if at_least is not None else []
+        limits += [f"above {above}"] if above is not None else []
+        limits += [f"at most {at_most}"] if at_most is not None else []
+        raise config_error(name, ", ".join(limits), value, "Choose another value.")
+
+
 PRESETS = {
     "demo": Recipe(),
     # As in the paper's section 4.2, where it says: blocks of 16, 6 epochs, AdamW,
@@ -169,23 +189,3 @@ PRESETS = {
     ),
 }
 """Settings to start from: two CPU cores, and targets like Qwen3-4B on a TPU."""
-
-
-def _check(
-    name: str,
-    value: float,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> None:
-    wrong = (
-        (at_least is not None and value < at_least)
-        or (above is not None and value <= above)
-        or (at_most is not None and value > at_most)
-    )
-    if wrong:
-        limits = [f"at least {at_least}"] if at_least is not None else []
-        limits += [f"above {above}"] if above is not None else []
-        limits += [f"at most {at_most}"] if at_most is not None else []
-        raise config_error(name, ", ".join(limits), value, "Choose another value.")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from torchax_dflash.bridge import Params
+from torchax_dflash.bridge import Params, TorchModule
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training.loss import Batch, Score, Vocabulary, score
@@ -122,7 +123,7 @@ def frozen_part(draft: DraftModel) -> DraftModel:
     return replace(
         draft,
         params={n: array for n, array in draft.params.items() if n not in trained},
-        module=replace(draft.module, linear_weights=frozenset()),
+        module=_as_in_pytorch(draft.module),
     )
 
 
@@ -135,6 +136,12 @@ def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> DraftModel:
     params = state.average | {FC: state.average[FC] / state.feature_scale}
     params = {name: array.astype(dtype) for name, array in params.items()}
     return replace(frozen.draft, params=params | frozen.draft.params)
+
+
+@functools.cache
+def _as_in_pytorch(module: TorchModule) -> TorchModule:
+    """The same module for weights that are all [out, in]; one object for each."""
+    return replace(module, linear_weights=frozenset())
 
 
 def _trainable(draft: DraftModel) -> Params:
@@ -200,7 +207,7 @@ def train_step(
         optimizer=optimizer,
         step=state.step + 1,
     )
-    return state, StepReport(score=result, grad_norm=optax.global_norm(grads))
+    return state, StepReport(score=result, grad_norm=optax.tree.norm(grads))
 
 
 @partial(jax.jit, static_argnames=("recipe", "block_size"))
