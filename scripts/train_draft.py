@@ -95,7 +95,7 @@ def _new_step(
     steps: Any, name: str, run: Callable[..., None], what: str
 ) -> Callable[..., Any]:
     parser = steps.add_parser(name, help=what, description=what)
-    parser.set_defaults(run=run)
+    parser.set_defaults(step=run)
     add = parser.add_argument
     add("--target", help=f"checkpoint folder or hub id (default: {DEMO_TARGET})")
     add("--folder", type=Path, help="where everything lies (default: runs/TARGET)")
@@ -121,7 +121,7 @@ def _add_generate(steps: Any) -> None:
         help="texts to learn from as they are: cheaper than answers, since the target "
         "only reads them")  # fmt: skip
     add("--num-prompts", type=int, default=2000,
-        help="of the prompts, how many at most (default: 2000; 0: texts only)")  # fmt: skip
+        help="of the prompts, so many at most (default: 2000; 0: none)")  # fmt: skip
     add("--max-tokens", type=int, default=224, help="of an answer (default: 224)")
     add("--max-model-len", type=int, default=512,
         help="of a prompt and its answer (default: 512)")  # fmt: skip
@@ -129,8 +129,8 @@ def _add_generate(steps: Any) -> None:
         help="answers that are written at the same time (default: 64)")  # fmt: skip
     add("--seed", type=int, default=0, help="of the built-in mix")
     add("--store-features", action="store_true",
-        help="keep the target's hidden states on disk, so that training need not make "
-        "them again (2 bytes x tapped layers x hidden size, for each token)")  # fmt: skip
+        help="keep the target's hidden states on disk, so that training need not "
+        "make them (2 bytes x tapped layers x hidden size for each token)")  # fmt: skip
     add("--target-layer-ids", type=_integers, help=LAYER_IDS_HELP)
 
 
@@ -148,8 +148,9 @@ def _add_train(steps: Any) -> None:
         help="a draft to go on from, or 'new' (default: the demo draft for the demo "
         "target, else new)")  # fmt: skip
     add("--num-layers", type=int, default=2, help="of a new draft (default: 2)")
-    add("--mask-token-id", type=int, default=15,
-        help="of a new draft: a token that texts do not have (default: 15)")  # fmt: skip
+    add("--mask-token-id", type=int, metavar="ID",
+        help="of a new draft: a token that texts do not have (default: one that the "
+        "target's tokenizer does not use)")  # fmt: skip
     add("--target-layer-ids", type=_integers, help=LAYER_IDS_HELP)
     add("--preset", choices=sorted(PRESETS), default="demo",
         help="where the settings below start from: 'demo' is made for two CPU cores, "
@@ -203,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     try:
-        arguments.run(arguments)
+        arguments.step(arguments)
     except (ValueError, RuntimeError, OSError) as error:
         notes.print(Text.assemble(("error: ", "bold red"), str(error)))
         return 2

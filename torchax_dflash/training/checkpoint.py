@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from safetensors.flax import load_file, save_file
+import numpy as np
+from safetensors.flax import load_file
 
 from torchax_dflash.config import config_error
 from torchax_dflash.training.recipe import Recipe
+from torchax_dflash.training.storage import save_tensors
 from torchax_dflash.training.trainer import TrainState
 
 _KEEP = 2
@@ -47,7 +49,8 @@ def save(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        save_file(_by_name(state), scratch / "state.safetensors")
+        arrays = {name: np.asarray(array) for name, array in _by_name(state).items()}
+        save_tensors(scratch / "state.safetensors", arrays)
         saved = {"recipe": recipe.to_json(), "about": about}
         (scratch / "recipe.json").write_text(json.dumps(saved, indent=2) + "\n")
         shutil.rmtree(place, ignore_errors=True)

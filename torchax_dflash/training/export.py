@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
 from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.training.storage import save_tensors, write_atomically
 
 
 def export(
@@ -22,11 +21,11 @@ def export(
     dtype: str = "bfloat16",
     speculators_for: str | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors; the folder appears whole.
+    """Writes config.json and model.safetensors.
 
     Args:
         draft: in memory.
-        folder: must not exist, or be an export; other files in it stay.
+        folder: made if need be; other files in it stay.
         dtype: of the weights on disk.
         speculators_for: write the `speculators` library's format instead, naming this
             target (a hub id or a folder) as the verifier.
@@ -37,28 +36,18 @@ def export(
     config = _config(draft, dtype)
     if speculators_for is not None:
         config = _speculators_config(draft, config, speculators_for)
+    weights = dict(draft.module.module.named_parameters())
     tensors = {
-        name: _to_torch(array, name in draft.module.linear_weights, dtype)
+        name: np.asarray(array.T if name in draft.module.linear_weights else array)
         for name, array in draft.params.items()
-        if name in dict(draft.module.module.named_parameters())
+        if name in weights
     }
     folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / ".export"
-    scratch.mkdir(exist_ok=True)
-    try:
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(config, indent=2) + "\n"
-        (scratch / "config.json").write_text(text)
-        for file in scratch.iterdir():
-            file.replace(folder / file.name)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _to_torch(array: Any, is_linear: bool, dtype: str) -> torch.Tensor:
-    matrix = np.array(array, np.float32)  # PyTorch wants one that it may write to
-    matrix = np.ascontiguousarray(matrix.T if is_linear else matrix)
-    return torch.from_numpy(matrix).to(getattr(torch, dtype))
+    save_tensors(
+        folder / "model.safetensors",
+        {name: array.astype(jnp.dtype(dtype)) for name, array in tensors.items()},
+    )
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:

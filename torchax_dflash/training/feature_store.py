@@ -21,12 +21,12 @@ import jax
 import ml_dtypes
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from torchax_dflash.config import config_error
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training.features import think
-from torchax_dflash.training.sequences import TokenSequence, write_atomically
+from torchax_dflash.training.sequences import TokenSequence
+from torchax_dflash.training.storage import save_tensors, write_atomically
 
 _PER_FILE = 128
 _ROWS = 1536  # rows that the target reads at a time
@@ -115,7 +115,7 @@ class FeatureStore:
             some = sequences[start : start + _PER_FILE]
             file = self._file(start // _PER_FILE)
             if not file.is_file() or len(_lengths(file)) < len(some):
-                self._write(file, _all_thoughts(target, some, layer_ids))
+                save_tensors(file, _as_tensors(_all_thoughts(target, some, layer_ids)))
             on_file(start + len(some), len(sequences))
 
     def read(self, index: int, length: int) -> StoredThoughts:
@@ -146,21 +146,14 @@ class FeatureStore:
     def _file(self, number: int) -> Path:
         return self.folder / f"{number:05d}.safetensors"
 
-    def _write(self, file: Path, thoughts: list[StoredThoughts]) -> None:
-        scratch = file.with_suffix(".part")
-        try:
-            save_file(
-                {
-                    "features": np.concatenate([t.features for t in thoughts]),
-                    "choices": np.concatenate([t.choices for t in thoughts]),
-                    "logprobs": np.concatenate([t.logprobs for t in thoughts]),
-                    "lengths": np.array([len(t.choices) for t in thoughts], np.int32),
-                },
-                scratch,
-            )
-            scratch.replace(file)
-        finally:
-            scratch.unlink(missing_ok=True)
+
+def _as_tensors(thoughts: list[StoredThoughts]) -> dict[str, np.ndarray]:
+    return {
+        "features": np.concatenate([t.features for t in thoughts]),
+        "choices": np.concatenate([t.choices for t in thoughts]),
+        "logprobs": np.concatenate([t.logprobs for t in thoughts]),
+        "lengths": np.array([len(t.choices) for t in thoughts], np.int32),
+    }
 
 
 def _all_thoughts(

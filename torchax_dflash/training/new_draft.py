@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from dflash.model import DFlashDraftModel, build_target_layer_ids
 from safetensors.torch import load_file
-from transformers import AutoConfig, Qwen3Config
+from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 
 from torchax_dflash.config import TargetConfig, config_error
 from torchax_dflash.draft_model import DraftModel
@@ -33,7 +33,7 @@ def new_draft_config(
     *,
     num_layers: int,
     block_size: int,
-    mask_token_id: int,
+    mask_token_id: int | None = None,
     target_layer_ids: tuple[int, ...] | None = None,
 ) -> Qwen3Config:
     """The transformers config of a draft for a target.
@@ -42,7 +42,7 @@ def new_draft_config(
         target_folder: the target's checkpoint.
         num_layers: of the draft.
         block_size: Q of a whole block.
-        mask_token_id: a token that texts do not have.
+        mask_token_id: a token that texts do not have; None looks for one.
         target_layer_ids: tapped layers; None spreads five over the target.
 
     Raises:
@@ -54,6 +54,8 @@ def new_draft_config(
     if target_layer_ids is None:
         ids = build_target_layer_ids(target.num_hidden_layers, _TAPS)
         target_layer_ids = tuple(sorted({max(0, i) for i in ids}))
+    if mask_token_id is None:
+        mask_token_id = _unused_token(target_folder, target.vocab_size)
     if not 0 <= mask_token_id < target.vocab_size:
         raise config_error(
             "--mask-token-id",
@@ -125,6 +127,30 @@ def new_draft(
         fc[:, -1] += torch.eye(width)
         own["fc.weight"].copy_(fc.reshape(width, -1) / scale)
     return DraftModel.from_torch(draft)
+
+
+def _unused_token(target_folder: Path, vocab_size: int) -> int:
+    """An id that the tokenizer lacks, or its last special token without a purpose."""
+    tokenizer = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False)
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    template = str(tokenizer.chat_template or "")
+    unused = [
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+        and token_id not in tokenizer.all_special_ids
+        and token.content not in template
+    ]
+    if not unused:
+        raise config_error(
+            "--mask-token-id",
+            "a tokenizer with a special token to spare, or the id of a token that "
+            "texts do not have",
+            None,
+            "Name an id.",
+        )
+    return max(unused)
 
 
 def _source_of(name: str, first: int) -> str:

@@ -10,46 +10,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torchax_dflash.training.words import WORDS
+
 ASK = (
     "Write a solution to the following problem and make sure that it passes the "
     "tests:\n```python\n{}\n```"
 )
 """The wording of the `dflash` package's benchmark."""
 
+_WORDS = WORDS["code"]
 _LONGEST = 800  # characters of a function's signature and docstring
 
-_TASKS = (
-    "reads a CSV file and prints the average of each column|finds the most common word "
-    "in a text file|merges two sorted lists|checks whether a string is an email address"
-    "|computes the factorial of a number|implements a stack with push and pop|counts "
-    "the words of a sentence|converts a list of dictionaries to JSON|downloads a web "
-    "page|sorts a list of tuples by the second element|removes duplicates from a list|"
-    "flattens a nested list|generates random passwords|finds all prime numbers below n|"
-    "reverses a linked list|performs a binary search|implements bubble sort|rotates a "
-    "matrix by 90 degrees|checks whether two words are anagrams|parses command line "
-    "arguments|walks a directory tree and lists all files|writes messages to a log file"
-    "|computes the moving average of a list|validates a credit card number|converts "
-    "Roman numerals to integers|solves a quadratic equation|simulates rolling two dice|"
-    "plays rock, paper, scissors|models a bank account|models a shopping cart|measures "
-    "the distance between two points|groups words by their first letter|splits a list "
-    "into chunks of size n|measures the time a function takes|caches the results of a "
-    "function|handles the errors of an HTTP request|connects to a SQLite database|draws "
-    "a bar chart|prints a multiplication table|encrypts text with a Caesar cipher|finds "
-    "the median of a list of numbers|computes a standard deviation|renames all files "
-    "of a folder|reads a configuration file|resizes an image|sends an email|converts "
-    "temperatures|counts the lines of a file|finds the shortest path in a graph|checks "
-    "for balanced brackets"
-).split("|")
-_TASK_FORMS = (
-    "Write a Python function that {}.",
-    "Can you write Python code that {}?",
-    "Write a short Python program that {}. Explain how it works.",
-    "I need a Python class that {}. Show an example of its use.",
-    "Write a JavaScript function that {}.",
-    "Write a Python script that {}, with comments.",
-    "Show two different ways to write a Python function that {}.",
-    "Write unit tests for a function that {}.",
-)
 _FILTERS: dict[str, Callable[[int], bool]] = {
     "even": lambda x: x % 2 == 0,
     "odd": lambda x: x % 2 == 1,
@@ -74,14 +45,6 @@ _FOLDS: dict[str, tuple[str, str, Callable[[list[int]], object]]] = {
     "last": ("last", "Optional[int]", lambda xs: xs[-1] if xs else None),
     "first": ("first", "Optional[int]", lambda xs: xs[0] if xs else None),
 }
-_SENTENCES = (
-    "Given a list of integers, return the {fold} of the {filter} numbers in the list.",
-    "Return the {fold} of all {filter} elements of {name}.",
-    "Compute the {fold} of the {filter} values in the input list {name}.",
-    "You are given a list of integers. Your task is to find the {fold} of its {filter} "
-    "numbers.",
-    "This function takes a list {name} and returns the {fold} of its {filter} integers.",
-)
 
 
 def prompts(seed: int) -> Iterator[str]:
@@ -93,7 +56,7 @@ def prompts(seed: int) -> Iterator[str]:
             yield next(real, None) or _made_up(rng)
         yield _made_up(rng)
         yield _made_up(rng)
-        yield rng.choice(_TASK_FORMS).format(rng.choice(_TASKS))
+        yield rng.choice(_WORDS["task_forms"]).format(rng.choice(_WORDS["tasks"]))
 
 
 def _real_functions(rng: random.Random) -> Iterator[str]:
@@ -145,7 +108,7 @@ def _made_up(rng: random.Random) -> str:
     argument = rng.choice(("numbers", "nums", "lst", "values", "arr", "items", "xs"))
     name = f"{prefix}_{kind}".replace(" ", "_").replace("-", "_")
     name += rng.choice(("", "_numbers", "_elements", "_values"))
-    doc = rng.choice(_SENTENCES).format(fold=fold, filter=kind, name=argument)
+    doc = rng.choice(_WORDS["sentences"]).format(fold=fold, filter=kind, name=argument)
     for _ in range(rng.randint(0, 3)):
         xs = [rng.randint(-20, 40) for _ in range(rng.randint(3, 8))]
         value = compute([x for x in xs if keep(x)])

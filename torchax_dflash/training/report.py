@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.training import checkpoint
 from torchax_dflash.training.evaluation import Acceptance
-from torchax_dflash.training.sequences import write_atomically
+from torchax_dflash.training.storage import write_atomically
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchax_dflash.config import config_error
+from torchax_dflash.training.storage import write_atomically
 
 _SEQUENCES, _TARGET = "sequences.jsonl", "target.json"
 
@@ -106,13 +107,6 @@ def fingerprint(checkpoint: Path) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """The file has its old content or all of the new, whenever it is interrupted."""
-    scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(file)
 
 
 def _cut_torn_line(file: Path) -> None:

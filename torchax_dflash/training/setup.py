@@ -34,7 +34,7 @@ def starting_draft(
     *,
     num_layers: int,
     block_size: int,
-    mask_token_id: int,
+    mask_token_id: int | None,
     target_layer_ids: tuple[int, ...] | None,
     seed: int,
 ) -> DraftModel:
@@ -47,7 +47,7 @@ def starting_draft(
         sequences: to measure sizes on, for a new draft.
         num_layers: of a new draft.
         block_size: the largest that will be trained.
-        mask_token_id: of a new draft.
+        mask_token_id: of a new draft; None looks for one.
         target_layer_ids: of a new draft.
         seed: of a new draft.
 
@@ -132,7 +132,7 @@ def prepare(
 def on_mesh(
     state: trainer.TrainState, frozen: trainer.Frozen, mesh: Mesh
 ) -> tuple[trainer.TrainState, trainer.Frozen]:
-    """Both laid out over a mesh of devices, by the rules of `torchax_dflash.sharding`."""
+    """Both laid out over a mesh of devices, by the rules of `sharding`."""
     target = target_on_mesh(frozen.target, mesh)
     rest = replace(frozen, target=replace(frozen.target, params={}))
     return shard_tree(state, mesh), replace(shard_tree(rest, mesh), target=target)
