@@ -12,7 +12,7 @@ what the target would say after the tokens up to anchor + j - 1, its *choice* th
 
 So one rule serves greedy answers (where all positions count), sampled ones, and
 ordinary text, and every label is what greedy verification will ask for. Positions are
-weighted by exp(-(j - 1) / gamma), as in the paper (arXiv 2602.06036, section 4).
+weighted by exp(-(j - 1) / gamma), as in the paper (arXiv 2602.06036, equation 4).
 """
 
 from __future__ import annotations
