@@ -85,7 +85,7 @@ def sharding_of(
         axis = 1 - axis
     if array.shape[axis] % mesh.shape[MODEL]:
         return NamedSharding(mesh, PartitionSpec())
-    spec = [None, None]
+    spec: list[str | None] = [None, None]
     spec[axis] = MODEL
     return NamedSharding(mesh, PartitionSpec(*spec))
 
