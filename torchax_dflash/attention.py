@@ -19,7 +19,7 @@ import jax.numpy as jnp
 # Context rows read at a time; fewer programs and less copying than whole tables.
 _TILE = 128
 # Up to this many query rows (of all heads), heads share one product; see _fold_heads.
-_FOLDED_ROWS = 128
+_FOLDED_ROWS = 48
 _MASKED = -1e30
 
 
