@@ -16,12 +16,14 @@ request or a reordered batch needs nothing done here.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 from tpu_inference.layers.common.sharding import ShardingAxisName
@@ -53,7 +55,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         target = TargetConfig.from_hf(vllm_config.model_config.hf_config)
         draft.config.check_target(target)
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
-        self.draft = jax.device_put(draft, NamedSharding(self.mesh, PartitionSpec()))
+        self.draft = draft.shard(self.mesh, "model")
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         text = vllm_config.model_config.hf_config.get_text_config()
         self._tied: bool = text.tie_word_embeddings
@@ -62,7 +64,16 @@ class TorchaxDFlashProposer(DFlashProposer):
         self._head: ServedHead | None = None
 
     def load_model(self, target_model: Any) -> None:
-        """Takes the target's embedding and head from the runner's state."""
+        """Takes the target's embedding and head from the runner's state.
+
+        Args:
+            target_model: arrays by name (PyTorch path), or an `nnx.State`.
+        """
+        if isinstance(target_model, nnx.State):
+            target_model = {
+                ".".join(map(str, path)): variable.get_value()
+                for path, variable in nnx.to_flat_state(target_model)
+            }
         self._head = ServedHead.of(
             target_model,
             tied=self._tied,
@@ -77,24 +88,18 @@ class TorchaxDFlashProposer(DFlashProposer):
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of the draft's pool, on all devices together."""
-        config = self.draft.config
-        row = config.num_key_value_heads * config.head_dim * self.draft.dtype.itemsize
-        copies = 1 if self._split_axis() else self.mesh.size
-        return 2 * config.num_hidden_layers * row * page_size * copies
-
-    def _split_axis(self) -> str | None:
-        """The mesh axis that the pool's KV heads are split over, if they can be."""
-        split = self.mesh.shape.get("model", 1)
-        heads = self.draft.config.num_key_value_heads
-        return "model" if split == self.mesh.size and heads % split == 0 else None
+        pool = jax.eval_shape(
+            partial(self.draft.make_pool, num_pages=1, page_size=page_size)
+        )
+        sharding = self.draft.pool_sharding
+        assert sharding is not None
+        shares = (sharding.shard_shape(x.shape) for x in jax.tree.leaves(pool))
+        return sum(map(math.prod, shares)) * self.draft.dtype.itemsize * self.mesh.size
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
-        spec = PartitionSpec(None, None, self._split_axis(), None)
-        sharding = NamedSharding(self.mesh, spec)
-        make = partial(self.draft.make_pool, num_pages=num_pages, page_size=page_size)
         try:
-            self._pool = jax.jit(make, out_shardings=sharding)()
+            self._pool = self.draft.make_pool(num_pages=num_pages, page_size=page_size)
         except jax.errors.JaxRuntimeError as error:
             size = num_pages * self.page_bytes(page_size) / 2**30
             raise RuntimeError(
