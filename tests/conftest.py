@@ -68,16 +68,16 @@ _FAMILIES = {
 }
 
 
-def make_torch_target(family: str, *, tied: bool, seed: int = 0):
-    """A random target, larger weights than usual so that logits differ."""
+def make_torch_target(family: str, *, tied: bool, seed: int = 0, **overrides):
+    """A random target, larger weights than usual so that logits differ.
+
+    `overrides` go into its config.
+    """
     torch.manual_seed(seed)
     config_class, model_class, extra = _FAMILIES[family]
+    settings = {"tie_word_embeddings": tied, "initializer_range": 0.15}
     config = config_class(
-        **_SIZES,
-        **extra,
-        num_hidden_layers=TARGET_LAYERS,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
+        num_hidden_layers=TARGET_LAYERS, **(_SIZES | extra | settings | overrides)
     )
     return model_class(config).eval()
 

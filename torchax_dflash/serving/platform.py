@@ -60,7 +60,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         "enable_continue_decode": (vllm_config.additional_config or {}).get(
             "enable_continue_decode"
         ),
-        "enable_lora": vllm_config.lora_config,
+        "enable_lora": vllm_config.lora_config is not None,
         "multimodal target": vllm_config.model_config.is_multimodal_model,
         "multi-axis RoPE (M-RoPE)": vllm_config.model_config.uses_mrope,
         "speculative_config.revision": vllm_config.speculative_config.revision,

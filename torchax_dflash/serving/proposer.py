@@ -61,6 +61,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         self._tied: bool = text.tie_word_embeddings
         self.final_hidden_states: jax.Array | None = None
         self._pool: KVPool | None = None
+        self._row_sizes = _powers_of_two(8, runner.max_num_reqs)
         self._head: ServedHead | None = None
 
     def load_model(self, target_model: Any) -> None:
@@ -167,7 +168,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         runner, hidden = self.runner, self.draft.config.hidden_size
         requests = runner.max_num_reqs
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        rows = NamedSharding(self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
+        by_row = NamedSharding(self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
         states = NamedSharding(
             self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA, None)
         )
@@ -187,7 +188,7 @@ class TorchaxDFlashProposer(DFlashProposer):
             empty = np.zeros((tokens, hidden), self.draft.dtype)
             self.final_hidden_states = jax.device_put(empty, states)
             aux = [jax.device_put(empty, states)] * len(self.tapped_layers)
-            per_request = jax.device_put(np.zeros(requests, np.int32), rows)
+            per_request = jax.device_put(np.zeros(requests, np.int32), by_row)
             context, anchors, _, _ = self.prepare_inputs(
                 metadata,
                 integers(tokens),
@@ -196,9 +197,10 @@ class TorchaxDFlashProposer(DFlashProposer):
                 next_prompt_token_id=per_request,
                 is_in_prefill=per_request,
                 num_rejected_tokens=per_request,
-                num_reqs_dp=jax.device_put(np.zeros(1, np.int32), rows),
+                num_reqs_dp=jax.device_put(np.zeros(1, np.int32), by_row),
             )
-            self.propose([], anchors, metadata, None, context)
+            for rows in self._row_sizes:
+                self._draft(anchors, context, rows=rows)
 
     def propose(
         self,
@@ -208,7 +210,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         last_token_indices: None,
         target_hidden_states: tuple[jax.Array, jax.Array],
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Drafts for every row of the batch.
+        """Drafts for every request of the batch.
 
         Args:
             kv_caches: the target's, handed back untouched.
@@ -220,17 +222,24 @@ class TorchaxDFlashProposer(DFlashProposer):
         Returns:
             kv_caches and draft_token_ids, int32 [B, num_speculative_tokens].
         """
-        page_table, context_lens = target_hidden_states
-        draft_token_ids = _draft_step(
+        needed = self.runner.input_batch.num_reqs
+        rows = next(size for size in self._row_sizes if size >= needed)
+        return kv_caches, self._draft(input_ids, target_hidden_states, rows=rows)
+
+    def _draft(
+        self, anchors: jax.Array, context: tuple[jax.Array, jax.Array], *, rows: int
+    ) -> jax.Array:
+        page_table, context_lens = context
+        return _draft_step(
             self.draft,
             self._head,
             self._pool,
-            input_ids,
+            anchors,
             page_table,
             context_lens,
+            rows=rows,
             num_speculative_tokens=self.num_speculative_tokens,
         )
-        return kv_caches, draft_token_ids
 
 
 @partial(jax.jit, donate_argnames="pool")
@@ -272,7 +281,7 @@ def _ingest_step(
     return pool, page_table, context_lens, anchors[:batch]
 
 
-@partial(jax.jit, static_argnames="num_speculative_tokens")
+@partial(jax.jit, static_argnames=("rows", "num_speculative_tokens"))
 def _draft_step(
     draft: DraftModel,
     head: ServedHead,
@@ -281,16 +290,26 @@ def _draft_step(
     page_table: jax.Array,
     context_lens: jax.Array,
     *,
+    rows: int,
     num_speculative_tokens: int,
 ) -> jax.Array:
-    """The whole of `propose` in one program; idle rows draft from nothing."""
-    return draft_tokens(
+    """The whole of `propose` in one program: the first `rows` of the batch draft."""
+    batch = anchors.shape[0]
+    context_lens = context_lens[:rows]
+    draft_token_ids = draft_tokens(
         draft,
         head,
         pool,
-        anchors,
-        page_table=page_table,
+        anchors[:rows],
+        page_table=page_table[:rows],
         context_lens=context_lens,
         block_lens=jnp.where(context_lens > 0, num_speculative_tokens + 1, 0),
         num_speculative_tokens=num_speculative_tokens,
     )
+    return jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
+
+
+def _powers_of_two(first: int, last: int) -> list[int]:
+    """Doubling from `first`, and `last` itself."""
+    sizes = [first << i for i in range(last.bit_length()) if first << i < last]
+    return [*sizes, last]

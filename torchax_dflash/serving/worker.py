@@ -85,10 +85,10 @@ class DFlashWorker(CpuWorker):
         needed = -(-longest // page_size) * (target + draft)
         if needed > available and not self.cache_config.num_gpu_blocks_override:
             raise config_error(
-                "memory for KV caches",
-                f"{needed / 2**20:.1f} MiB for one request of max_model_len {longest} "
+                "MiB of memory for KV caches",
+                f"{needed / 2**20:.1f} for one request of max_model_len {longest} "
                 f"(the target's {target} bytes a page and the draft's {draft})",
-                f"{available / 2**20:.1f} MiB",
+                round(available / 2**20, 1),
                 "Raise gpu_memory_utilization, or lower max_model_len.",
             )
         return int(available * target / (target + draft))
