@@ -27,6 +27,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from torchax_dflash import DraftModel, TargetModel
@@ -64,6 +66,11 @@ _FAMILIES = {
             "attention_multiplier": 0.3,
             "logits_scaling": 2.0,
         },
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
 }
 

@@ -35,6 +35,7 @@ PAIRS = [
     ("qwen3", True),
     ("qwen3", False),
     ("granite", True),
+    ("qwen3_moe", False),
 ]
 
 
