@@ -116,28 +116,39 @@ def test_the_engines_counters_are_the_generators():
     assert metrics[DRAFTED] == sum(map(len, steps)) + one_token
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_draft_that_is_right_reaches_the_full_length(async_scheduling):
-    """A weak draft could hide a fault of state; this one is always right."""
+@functools.cache
+def served_by_heart(async_scheduling: bool, dtype: str):
+    """A draft that knows the texts it is asked for: a weak one could hide a fault."""
     tiny, prompts = memorised_pair()
-    target, draft = save_pair(tiny)
     # 3 + 1 + 6 * 6 = 40 tokens: the texts it knows have 43
     batch = {"prompts": prompts, "params": {"max_tokens": 37, "ignore_eos": True}}
+    arguments = engine_arguments(
+        *save_pair(tiny),
+        dtype=dtype,
+        async_scheduling=async_scheduling,
+        max_num_batched_tokens=64,
+    )
     engine = run_batches(
-        engine_arguments(
-            target,
-            draft,
-            async_scheduling=async_scheduling,
-            max_num_batched_tokens=64,
-        ),
+        arguments,
         {"known": batch},
         SKIP_JAX_PRECOMPILE="1",
         VLLM_XLA_CHECK_RECOMPILATION="0",
     )
-    assert engine.outputs["known"] == token_ids(offline(tiny, batch))
-    metrics = engine.metrics["known"]
-    assert metrics[DRAFTED] == len(prompts) * 6
-    assert metrics[ACCEPTED] == len(prompts) * 6 * (BLOCK - 1)
+    return batch, engine.outputs["known"], engine.metrics["known"]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_draft_that_is_right_reaches_the_full_length(async_scheduling):
+    batch, outputs, metrics = served_by_heart(async_scheduling, "float32")
+    assert outputs == token_ids(offline(memorised_pair()[0], batch))
+    assert metrics[DRAFTED] == len(outputs) * 6
+    assert metrics[ACCEPTED] == len(outputs) * 6 * (BLOCK - 1)
+
+
+def test_bfloat16_accepts_nearly_as_much():
+    """Near-ties may round differently there, so texts may leave what is known."""
+    _, outputs, metrics = served_by_heart(True, "bfloat16")
+    assert metrics[ACCEPTED] > 0.7 * len(outputs) * 6 * (BLOCK - 1)
 
 
 def test_fewer_drafts_than_the_block_many_requests_and_preemption():
