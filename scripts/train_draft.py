@@ -47,7 +47,6 @@ from transformers import AutoTokenizer
 
 from torchax_dflash import DraftModel, Generator, TargetModel
 from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
-from torchax_dflash.sharding import make_mesh
 from torchax_dflash.training import report
 from torchax_dflash.training.answers import AnswerProgress, answer
 from torchax_dflash.training.arguments import parse_arguments
@@ -55,18 +54,14 @@ from torchax_dflash.training.batches import Batches
 from torchax_dflash.training.evaluation import Acceptance, measure
 from torchax_dflash.training.export import export
 from torchax_dflash.training.feature_store import FeatureStore
+from torchax_dflash.training.mesh import make_mesh, shard_state, shard_target
 from torchax_dflash.training.progress import ProgressBar, notes
 from torchax_dflash.training.prompts import builtin_mix, read_prompts
 from torchax_dflash.training.questions import Overlap, evaluation_questions
 from torchax_dflash.training.recipe import PRESETS, Recipe
 from torchax_dflash.training.run import Cadence, Run, stopping
 from torchax_dflash.training.sequences import SequenceStore, fingerprint
-from torchax_dflash.training.setup import (
-    on_mesh,
-    prepare,
-    starting_draft,
-    target_on_mesh,
-)
+from torchax_dflash.training.setup import prepare, starting_draft
 from torchax_dflash.training.texts import add_texts
 from torchax_dflash.training.trainer import trained_draft
 from torchax_dflash.weights import find_checkpoint
@@ -152,7 +147,7 @@ def train(arguments: argparse.Namespace) -> None:
     target = TargetModel.from_pretrained(folder, dtype=arguments.dtype)
     mesh = mesh_of(arguments.mesh)
     if mesh is not None:
-        target = target_on_mesh(target, mesh)
+        target = shard_target(target, mesh)
     sequences = list(store)
     init = arguments.init or ("new" if arguments.target else DEMO_DRAFT)
     draft = starting_draft(
@@ -189,7 +184,7 @@ def train(arguments: argparse.Namespace) -> None:
     )
     state = run.resume(state)
     if mesh is not None:
-        state, run.frozen = on_mesh(state, frozen, mesh)
+        state, run.frozen = shard_state(state, frozen, mesh)
     notes.print(
         f"{len(batches.train)} sequences, {batches.steps_per_epoch} steps an epoch; "
         f"features {'from disk' if stored else 'made while training'}; "

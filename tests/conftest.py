@@ -20,10 +20,16 @@ from dflash.model import DFlashDraftModel, dflash_generate
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from torchax_dflash import DraftModel, TargetModel
@@ -50,18 +56,39 @@ _SIZES = {
 }
 
 
-def make_torch_target(family: str, *, tied: bool, seed: int = 0):
-    """A random Llama or Qwen3, larger weights than usual so that logits differ."""
+_FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    # scales embeddings, residuals and logits; drafts see none of these
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.8,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+}
+
+
+def make_torch_target(family: str, *, tied: bool, seed: int = 0, **overrides):
+    """A random target, larger weights than usual so that logits differ.
+
+    `overrides` go into its config.
+    """
     torch.manual_seed(seed)
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
+    config_class, model_class, extra = _FAMILIES[family]
+    settings = {"tie_word_embeddings": tied, "initializer_range": 0.15}
     config = config_class(
-        **_SIZES,
-        num_hidden_layers=TARGET_LAYERS,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
+        num_hidden_layers=TARGET_LAYERS, **(_SIZES | extra | settings | overrides)
     )
     return model_class(config).eval()
 
@@ -73,13 +100,8 @@ def make_torch_draft(
     torch.manual_seed(seed)
     dflash_config = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 2, 3]}
     dflash_config |= overrides.pop("dflash_config", {})
-    config = Qwen3Config(
-        **_SIZES,
-        num_hidden_layers=layers,
-        tie_word_embeddings=True,
-        initializer_range=0.15,
-        **overrides,
-    )
+    settings = {"tie_word_embeddings": True, "initializer_range": 0.15}
+    config = Qwen3Config(num_hidden_layers=layers, **(_SIZES | settings | overrides))
     config.architectures = ["DFlashDraftModel"]
     config.num_target_layers = TARGET_LAYERS
     config.block_size = block
@@ -87,14 +109,23 @@ def make_torch_draft(
     return DFlashDraftModel(config).eval()
 
 
-def train_draft(draft: nn.Module, target: nn.Module, steps: int = 150) -> None:
-    """Fits the draft to the target's own greedy continuations, half-way."""
+def continuations(target: nn.Module) -> torch.Tensor:
+    """Greedy texts of the target from 48 random prompts of 3 tokens, [48, 43]."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCAB, (48, 3), generator=generator)
     with torch.no_grad():
         for _ in range(40):
             logits = target(ids, use_cache=False).logits[:, -1]
             ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    return ids
+
+
+def train_draft(
+    draft: nn.Module, target: nn.Module, ids: torch.Tensor, *, steps: int = 150
+) -> None:
+    """Fits the draft to texts [N, T] of the target, whose prompts have 3 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
         states = target(ids, output_hidden_states=True, use_cache=False).hidden_states
         features = torch.cat([states[i + 1] for i in draft.target_layer_ids], dim=-1)
     embedding = target.get_input_embeddings().weight.detach()
@@ -125,13 +156,29 @@ def pair(family: str, tied: bool) -> SimpleNamespace:
     """A tiny target and a draft trained on it: in PyTorch and in ours."""
     torch_target = make_torch_target(family, tied=tied)
     torch_draft = make_torch_draft()
-    train_draft(torch_draft, torch_target)
+    train_draft(torch_draft, torch_target, continuations(torch_target))
     return SimpleNamespace(
         torch_target=torch_target,
         torch_draft=torch_draft,
         target=TargetModel.from_torch(torch_target),
         draft=DraftModel.from_torch(torch_draft),
     )
+
+
+@functools.cache
+def memorised_pair() -> tuple[SimpleNamespace, list[list[int]]]:
+    """A draft that knows four texts of its target by heart, and their prompts."""
+    tiny = pair("llama", False)
+    ids = continuations(tiny.torch_target)[[0, 7, 13, 40]]
+    torch_draft = make_torch_draft(seed=5)
+    train_draft(torch_draft, tiny.torch_target, ids, steps=1500)
+    known = SimpleNamespace(
+        torch_target=tiny.torch_target,
+        torch_draft=torch_draft,
+        target=tiny.target,
+        draft=DraftModel.from_torch(torch_draft),
+    )
+    return known, ids[:, :3].tolist()
 
 
 @pytest.fixture(params=["llama-tied", "llama-untied", "qwen3-tied", "qwen3-untied"])

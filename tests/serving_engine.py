@@ -3,15 +3,25 @@
 
 Usage: serving_engine.py JOB.json RESULT.json
 
-The job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params": {}}],
-"environment": {changes to ours}}.
-The result: {"outputs": [[[ids]]], "metrics": [{counter: value}]}, one per batch.
+A job of the form {"refused": [{"engine": {}, "environment": {}}]} tries to start each
+of these engines; the result is {"errors": [text or null if it started]}.
+
+Any other job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params":
+{}}], "environment": {changes to ours}, "shadows": {name: {"draft": folder, "peer":
+bool}}}.
+The result: {"outputs": [[[ids]]], "metrics": [{counter: value}], "drafts": [[Draft]]},
+one per batch; a Draft is [index of the prompt, context_len, anchor, [draft ids]], and
+the proposer's are listed in the order of its steps. With shadows also "shadows":
+[{name: [Draft]}], "shadow_errors": {name: text} of those that could not be made, and
+"hidden_states_errors": {name: how far from the first one's}.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
+
+import numpy as np
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -24,24 +34,128 @@ ENVIRONMENT = {
 }
 
 
+class DraftRecorder:
+    """Listens to what the runner's proposer returns, and lets shadows draft, too."""
+
+    def __init__(self, runner) -> None:
+        self.runner, self.steps = runner, []
+        self.shadows, self.errors = {}, {}
+        drafter = runner.drafter
+        self._prepare_inputs, self._propose = drafter.prepare_inputs, drafter.propose
+        drafter.prepare_inputs, drafter.propose = self.prepare_inputs, self.propose
+
+    def add_shadows(self, shadows: dict[str, dict]) -> None:
+        from serving_shadows import Shadow
+
+        for name, arguments in shadows.items():
+            try:
+                self.shadows[name] = Shadow(self.runner, **arguments)
+            except Exception as error:
+                self.errors[name] = f"{type(error).__name__}: {error}"
+
+    def prepare_inputs(self, *args):
+        for shadow in self.shadows.values():
+            shadow.prepare_inputs(*args)
+        return self._prepare_inputs(*args)
+
+    def propose(self, *args, **kwargs):
+        for shadow in self.shadows.values():
+            shadow.propose()
+        anchors = kwargs["input_ids"]
+        _, context_lens = kwargs["target_hidden_states"]
+        caches, drafts = self._propose(*args, **kwargs)
+        requests = list(self.runner.input_batch.req_ids)
+        self.steps.append((requests, context_lens, anchors, drafts))
+        return caches, drafts
+
+    def take(self, request_ids: list[str]) -> tuple[list, dict[str, list]]:
+        """Drafts since the last call, and those of the shadows; forgets them."""
+        index = {name: i for i, name in enumerate(request_ids)}
+        found, of_shadows = [], {name: [] for name in self.shadows}
+        for step, (requests, *arrays) in enumerate(self.steps):
+            # the engine appends a random part to the name that we know
+            indices = [index[request.rpartition("-")[0]] for request in requests]
+            lens, anchors, drafts = (np.asarray(array).tolist() for array in arrays)
+            found += zip(indices, lens, anchors, drafts, strict=False)
+            for name, shadow in self.shadows.items():
+                drafts = shadow.steps[step][0].tolist()
+                of_shadows[name] += zip(indices, lens, anchors, drafts, strict=False)
+        for shadow in self.shadows.values():
+            shadow.steps = []
+        self.steps = []
+        return found, of_shadows
+
+    def hidden_states_errors(self) -> dict[str, float]:
+        """How far each shadow's hidden states are from the first one's."""
+        from serving_shadows import hidden_states_error
+
+        lens = [np.asarray(step[1]) for step in self.steps]
+        first = next(iter(self.shadows.values()))
+        return {
+            name: hidden_states_error(shadow, first, lens)
+            for name, shadow in self.shadows.items()
+        }
+
+
+def model_runner(engine):
+    """The TPU model runner of an engine that runs in this process."""
+    core = engine.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def refused(engines: list[dict]) -> dict:
+    """What each engine says instead of starting."""
+    errors = []
+    for job in engines:
+        os.environ.update(ENVIRONMENT | job.get("environment", {}))
+        from vllm import LLM
+
+        try:
+            LLM(**job["engine"])
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        else:
+            errors.append(None)
+    return {"errors": errors}
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    result = refused(job["refused"]) if "refused" in job else served(job)
+    Path(sys.argv[2]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # the engine's threads need no farewell
+
+
+def served(job: dict) -> dict:
+    """One engine and its batches."""
     os.environ.update(ENVIRONMENT | job.get("environment", {}))
     from vllm import LLM, SamplingParams
 
+    speculative = job["engine"].get("speculative_config")
     engine = LLM(disable_log_stats=False, **job["engine"])
-    outputs, metrics = [], []
+    recorder = DraftRecorder(model_runner(engine)) if speculative else None
+    if shadows := job.get("shadows"):
+        recorder.add_shadows(shadows)
+    result = {name: [] for name in ("outputs", "metrics", "drafts", "shadows")}
     for batch in job["batches"]:
         prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
         params = SamplingParams(temperature=0, **batch["params"])
         results = engine.generate(prompts, params, use_tqdm=False)
-        outputs.append([list(r.outputs[0].token_ids) for r in results])
+        result["outputs"].append([list(r.outputs[0].token_ids) for r in results])
+        if recorder:
+            if recorder.shadows:
+                result["hidden_states_errors"] = recorder.hidden_states_errors()
+            drafts, of_shadows = recorder.take([r.request_id for r in results])
+            result["drafts"].append(drafts)
+            result["shadows"].append(of_shadows)
         counters = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
-        metrics.append({n: v for n, v in counters.items() if isinstance(v, int)})
-    result = {"outputs": outputs, "metrics": metrics}
-    Path(sys.argv[2]).write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # the engine's threads need no farewell
+        result["metrics"].append(
+            {n: v for n, v in counters.items() if isinstance(v, int)}
+        )
+    if recorder:
+        result["shadow_errors"] = recorder.errors
+    return result
 
 
 if __name__ == "__main__":

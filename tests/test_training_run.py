@@ -190,8 +190,7 @@ MESH = """
     from conftest import pair, random_prompts
     from test_training_run import RECIPE, answers, ignore, make_run
 
-    from torchax_dflash.sharding import make_mesh
-    from torchax_dflash.training.setup import on_mesh
+    from torchax_dflash.training.mesh import make_mesh, shard_state
 
     assert len(jax.devices()) == 8
     tiny = pair("llama", False)
@@ -200,12 +199,12 @@ MESH = """
     run, state = make_run(tiny, data, RECIPE, Path(sys.argv[2]) / "one")
     one = run.train(state, ignore)
 
-    mesh = make_mesh(2, 4)
+    mesh = make_mesh(4, 2)
     run, state = make_run(tiny, data, RECIPE, Path(sys.argv[2]) / "eight")
     run.batches.mesh = mesh
-    state, run.frozen = on_mesh(state, run.frozen, mesh)
+    state, run.frozen = shard_state(state, run.frozen, mesh)
     weight = state.params["layers.0.mlp.gate_proj.weight"]
-    assert weight.addressable_shards[0].data.size == weight.size // 4
+    assert weight.addressable_shards[0].data.size == weight.size // 2
     eight = run.train(state, ignore)
     assert not eight.params["layers.0.mlp.gate_proj.weight"].is_fully_replicated
     for ours, theirs in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):

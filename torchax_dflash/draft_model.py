@@ -13,7 +13,7 @@ drafts. Called twice, and with dead code removed by XLA, it becomes two programs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ import dflash.model
 import jax
 import jax.numpy as jnp
 import torch
+from jax.sharding import Mesh, NamedSharding
 from torchax.interop import jax_view, torch_view
 from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -29,6 +30,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from torchax_dflash.bridge import Params, TorchModule
 from torchax_dflash.config import DFlashConfig, config_error, remote_class
 from torchax_dflash.kv_cache import KVPool, StaticKVCache
+from torchax_dflash.sharding import param_sharding, pool_sharding
 from torchax_dflash.weights import (
     build_module,
     find_checkpoint,
@@ -48,11 +50,13 @@ class DraftModel:
         params: weights by name, the only copy. Embedding and head are the target's.
         module: the unmodified module (static).
         config: checked (static).
+        pool_sharding: where its cache lies, or None for the default device (static).
     """
 
     params: Params
     module: TorchModule = field(metadata={"static": True})
     config: DFlashConfig = field(metadata={"static": True})
+    pool_sharding: NamedSharding | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def from_pretrained(
@@ -105,9 +109,27 @@ class DraftModel:
         """Of weights, cache and computation."""
         return self.params["fc.weight"].dtype
 
+    def shard(self, mesh: Mesh, axis: str) -> DraftModel:
+        """The same model, split over the devices along `axis` of the mesh.
+
+        Weights and cache are split as `sharding.py` says.
+        """
+        params = {
+            name: jax.device_put(
+                array,
+                param_sharding(
+                    name, array.shape, config=self.config, mesh=mesh, axis=axis
+                ),
+            )
+            for name, array in self.params.items()
+        }
+        pool = pool_sharding(config=self.config, mesh=mesh, axis=axis)
+        return replace(self, params=params, pool_sharding=pool)
+
     def make_pool(self, *, num_pages: int, page_size: int) -> KVPool:
         """An empty cache of context rows for this model."""
-        return KVPool.zeros(
+        make = partial(
+            KVPool.zeros,
             num_layers=self.config.num_hidden_layers,
             num_pages=num_pages,
             page_size=page_size,
@@ -115,6 +137,10 @@ class DraftModel:
             head_dim=self.config.head_dim,
             dtype=self.dtype,
         )
+        if self.pool_sharding is None:
+            return make()
+        # Jitted, so that no device ever holds more than its share.
+        return jax.jit(make, out_shardings=self.pool_sharding)()
 
 
 @partial(jax.jit, donate_argnames="pool")
@@ -146,7 +172,9 @@ def ingest(
         noise_embedding=jnp.zeros((1, 1, hidden), draft.dtype),
         position_ids=jnp.append(positions, 0)[None],
     )
-    return cache.pool
+    if draft.pool_sharding is None:
+        return cache.pool
+    return jax.lax.with_sharding_constraint(cache.pool, draft.pool_sharding)
 
 
 def draft_hidden_states(

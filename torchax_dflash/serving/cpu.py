@@ -52,6 +52,7 @@ def apply() -> None:
     _report_memory()
     _make_plain_meshes()
     _use_reference_attention()
+    _use_reference_experts()
     _let_float32_weights_go()
 
 
@@ -119,6 +120,17 @@ def _use_reference_attention() -> None:
     attention_interface.ragged_paged_attention_hd64 = (
         cpu_attention.ragged_paged_attention_hd64
     )
+
+
+def _use_reference_experts() -> None:
+    """As above, for mixtures of experts (`fused_moe_gmm.py:23,27`)."""
+    from tpu_inference.kernels.sparse_core.dense_gather_reduce import _jax_fallback
+    from tpu_inference.layers.common import fused_moe_gmm
+
+    from torchax_dflash.serving import cpu_moe
+
+    fused_moe_gmm.gmm_v2 = cpu_moe.gmm_v2
+    fused_moe_gmm.dense_gather_reduce = _jax_fallback
 
 
 def _let_float32_weights_go() -> None:

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-_EMBEDDING = ("embed_tokens.weight", "tok_embeddings.weight", "wte.weight")
-_HEAD = ("lm_head.weight", "embed_out.weight")
+_EMBEDDING = (
+    "embed_tokens.weight",
+    "tok_embeddings.weight",
+    "wte.weight",
+    "embed.embedding",  # tpu-inference's Llama
+)
+_HEAD = ("lm_head.weight", "embed_out.weight", "model.lm_head")
 
 
 @jax.tree_util.register_dataclass

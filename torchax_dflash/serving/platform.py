@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-import logging
-from importlib import metadata
 from typing import Any
 
 from tpu_inference.platforms.tpu_platform import TpuPlatform
 
 from torchax_dflash.config import config_error
-from torchax_dflash.serving import cpu
-
-logger = logging.getLogger(__name__)
+from torchax_dflash.serving import compatibility, cpu
 
 _WORKER = "torchax_dflash.serving.worker.DFlashWorker"
 _CPU_WORKER = "torchax_dflash.serving.worker.CpuWorker"
 _OPTION = "torchax_dflash"
-_TESTED = {"tpu-inference": "0.32.0"}
 
 
 class DFlashTpuPlatform(TpuPlatform):
@@ -32,6 +27,7 @@ class DFlashTpuPlatform(TpuPlatform):
 
         Raises:
             ValueError: a feature that DFlash cannot be combined with.
+            RuntimeError: a version of tpu-inference that does not fit.
         """
         if cpu.is_wanted():
             cpu.prepare_environment()
@@ -42,29 +38,13 @@ class DFlashTpuPlatform(TpuPlatform):
         enabled = (vllm_config.additional_config or {}).get(_OPTION, True)
         if speculative is None or speculative.method != "dflash" or not enabled:
             return
-        for package, tested in _TESTED.items():
-            installed = metadata.version(package)
-            if installed != tested:
-                logger.warning(
-                    "torchax-dflash is tested with %s %s, found %s.",
-                    package,
-                    tested,
-                    installed,
-                )
+        compatibility.check()
         _refuse_unsupported(vllm_config)
         vllm_config.parallel_config.worker_cls = _WORKER
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
     """What would fail in mid-request, or draft from the wrong rows without a word."""
-    # Not at the top: the platform is chosen while vllm is still being imported.
-    from tpu_inference.models.common.model_loader import resolve_model_impl_type
-
-    impl = resolve_model_impl_type(vllm_config)
-    if impl != "vllm":
-        raise config_error(
-            "MODEL_IMPL_TYPE", "vllm with DFlash", impl, "Set MODEL_IMPL_TYPE=vllm."
-        )
     parallel, sharding = vllm_config.parallel_config, vllm_config.sharding_config
     sizes = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
@@ -80,7 +60,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         "enable_continue_decode": (vllm_config.additional_config or {}).get(
             "enable_continue_decode"
         ),
-        "enable_lora": vllm_config.lora_config,
+        "enable_lora": vllm_config.lora_config is not None,
         "multimodal target": vllm_config.model_config.is_multimodal_model,
         "multi-axis RoPE (M-RoPE)": vllm_config.model_config.uses_mrope,
         "speculative_config.revision": vllm_config.speculative_config.revision,

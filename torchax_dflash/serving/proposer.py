@@ -16,12 +16,14 @@ request or a reordered batch needs nothing done here.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 from tpu_inference.layers.common.sharding import ShardingAxisName
@@ -53,16 +55,26 @@ class TorchaxDFlashProposer(DFlashProposer):
         target = TargetConfig.from_hf(vllm_config.model_config.hf_config)
         draft.config.check_target(target)
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
-        self.draft = jax.device_put(draft, NamedSharding(self.mesh, PartitionSpec()))
+        self.draft = draft.shard(self.mesh, "model")
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         text = vllm_config.model_config.hf_config.get_text_config()
         self._tied: bool = text.tie_word_embeddings
         self.final_hidden_states: jax.Array | None = None
         self._pool: KVPool | None = None
+        self._row_sizes = _powers_of_two(8, runner.max_num_reqs)
         self._head: ServedHead | None = None
 
     def load_model(self, target_model: Any) -> None:
-        """Takes the target's embedding and head from the runner's state."""
+        """Takes the target's embedding and head from the runner's state.
+
+        Args:
+            target_model: arrays by name (PyTorch path), or an `nnx.State`.
+        """
+        if isinstance(target_model, nnx.State):
+            target_model = {
+                ".".join(map(str, path)): variable.get_value()
+                for path, variable in nnx.to_flat_state(target_model)
+            }
         self._head = ServedHead.of(
             target_model,
             tied=self._tied,
@@ -77,24 +89,18 @@ class TorchaxDFlashProposer(DFlashProposer):
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of the draft's pool, on all devices together."""
-        config = self.draft.config
-        row = config.num_key_value_heads * config.head_dim * self.draft.dtype.itemsize
-        copies = 1 if self._split_axis() else self.mesh.size
-        return 2 * config.num_hidden_layers * row * page_size * copies
-
-    def _split_axis(self) -> str | None:
-        """The mesh axis that the pool's KV heads are split over, if they can be."""
-        split = self.mesh.shape.get("model", 1)
-        heads = self.draft.config.num_key_value_heads
-        return "model" if split == self.mesh.size and heads % split == 0 else None
+        pool = jax.eval_shape(
+            partial(self.draft.make_pool, num_pages=1, page_size=page_size)
+        )
+        sharding = self.draft.pool_sharding
+        assert sharding is not None
+        shares = (sharding.shard_shape(x.shape) for x in jax.tree.leaves(pool))
+        return sum(map(math.prod, shares)) * self.draft.dtype.itemsize * self.mesh.size
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
-        spec = PartitionSpec(None, None, self._split_axis(), None)
-        sharding = NamedSharding(self.mesh, spec)
-        make = partial(self.draft.make_pool, num_pages=num_pages, page_size=page_size)
         try:
-            self._pool = jax.jit(make, out_shardings=sharding)()
+            self._pool = self.draft.make_pool(num_pages=num_pages, page_size=page_size)
         except jax.errors.JaxRuntimeError as error:
             size = num_pages * self.page_bytes(page_size) / 2**30
             raise RuntimeError(
@@ -162,7 +168,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         runner, hidden = self.runner, self.draft.config.hidden_size
         requests = runner.max_num_reqs
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        rows = NamedSharding(self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
+        by_row = NamedSharding(self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
         states = NamedSharding(
             self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA, None)
         )
@@ -182,7 +188,7 @@ class TorchaxDFlashProposer(DFlashProposer):
             empty = np.zeros((tokens, hidden), self.draft.dtype)
             self.final_hidden_states = jax.device_put(empty, states)
             aux = [jax.device_put(empty, states)] * len(self.tapped_layers)
-            per_request = jax.device_put(np.zeros(requests, np.int32), rows)
+            per_request = jax.device_put(np.zeros(requests, np.int32), by_row)
             context, anchors, _, _ = self.prepare_inputs(
                 metadata,
                 integers(tokens),
@@ -191,9 +197,10 @@ class TorchaxDFlashProposer(DFlashProposer):
                 next_prompt_token_id=per_request,
                 is_in_prefill=per_request,
                 num_rejected_tokens=per_request,
-                num_reqs_dp=jax.device_put(np.zeros(1, np.int32), rows),
+                num_reqs_dp=jax.device_put(np.zeros(1, np.int32), by_row),
             )
-            self.propose([], anchors, metadata, None, context)
+            for rows in self._row_sizes:
+                self._draft(anchors, context, rows=rows)
 
     def propose(
         self,
@@ -203,7 +210,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         last_token_indices: None,
         target_hidden_states: tuple[jax.Array, jax.Array],
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Drafts for every row of the batch.
+        """Drafts for every request of the batch.
 
         Args:
             kv_caches: the target's, handed back untouched.
@@ -215,17 +222,24 @@ class TorchaxDFlashProposer(DFlashProposer):
         Returns:
             kv_caches and draft_token_ids, int32 [B, num_speculative_tokens].
         """
-        page_table, context_lens = target_hidden_states
-        draft_token_ids = _draft_step(
+        needed = self.runner.input_batch.num_reqs
+        rows = next(size for size in self._row_sizes if size >= needed)
+        return kv_caches, self._draft(input_ids, target_hidden_states, rows=rows)
+
+    def _draft(
+        self, anchors: jax.Array, context: tuple[jax.Array, jax.Array], *, rows: int
+    ) -> jax.Array:
+        page_table, context_lens = context
+        return _draft_step(
             self.draft,
             self._head,
             self._pool,
-            input_ids,
+            anchors,
             page_table,
             context_lens,
+            rows=rows,
             num_speculative_tokens=self.num_speculative_tokens,
         )
-        return kv_caches, draft_token_ids
 
 
 @partial(jax.jit, donate_argnames="pool")
@@ -267,7 +281,7 @@ def _ingest_step(
     return pool, page_table, context_lens, anchors[:batch]
 
 
-@partial(jax.jit, static_argnames="num_speculative_tokens")
+@partial(jax.jit, static_argnames=("rows", "num_speculative_tokens"))
 def _draft_step(
     draft: DraftModel,
     head: ServedHead,
@@ -276,16 +290,26 @@ def _draft_step(
     page_table: jax.Array,
     context_lens: jax.Array,
     *,
+    rows: int,
     num_speculative_tokens: int,
 ) -> jax.Array:
-    """The whole of `propose` in one program; idle rows draft from nothing."""
-    return draft_tokens(
+    """The whole of `propose` in one program: the first `rows` of the batch draft."""
+    batch = anchors.shape[0]
+    context_lens = context_lens[:rows]
+    draft_token_ids = draft_tokens(
         draft,
         head,
         pool,
-        anchors,
-        page_table=page_table,
+        anchors[:rows],
+        page_table=page_table[:rows],
         context_lens=context_lens,
         block_lens=jnp.where(context_lens > 0, num_speculative_tokens + 1, 0),
         num_speculative_tokens=num_speculative_tokens,
     )
+    return jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
+
+
+def _powers_of_two(first: int, last: int) -> list[int]:
+    """Doubling from `first`, and `last` itself."""
+    sizes = [first << i for i in range(last.bit_length()) if first << i < last]
+    return [*sizes, last]

@@ -6,6 +6,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from tpu_inference.models.common.model_loader import (
+    UnsupportedArchitectureError,
+    _get_model_architecture,
+    resolve_model_impl_type,
+)
 from tpu_inference.runner.speculative_decoding_manager import (
     SpeculativeDecodingManager,
 )
@@ -42,46 +47,50 @@ class DFlashWorker(CpuWorker):
     def load_model(self) -> None:
         """Loads a target that gives its hidden states.
 
-        The PyTorch path gives them for the method "eagle3" only
-        (`vllm_model_wrapper.py:279,419`), so the target is loaded under a view of the
-        config that says so, with the layers in vLLM's terms: an input of layer id + 1.
-
         Raises:
-            ValueError: the target's class in vLLM cannot give them.
+            ValueError: the target's class cannot give them.
         """
         runner = self.model_runner
         original = runner.vllm_config
-        view = copy.copy(original)
-        speculative = view.speculative_config = copy.copy(original.speculative_config)
-        speculative.method = "eagle3"
-        model = speculative.draft_model_config = copy.copy(
-            speculative.draft_model_config
-        )
-        model.hf_config = copy.copy(model.hf_config)
-        model.hf_config.eagle_aux_hidden_state_layer_ids = [
-            layer + 1 for layer in self._drafter.tapped_layers
-        ]
-        runner.vllm_config = view
+        tapped, impl = self._drafter.tapped_layers, target_impl(original)
+        runner.vllm_config = _view(original, tapped, impl)
         try:
             super().load_model()
         except RuntimeError as error:
             if "EAGLE3" not in str(error):
                 raise
-            raise config_error(
-                "target",
-                "a model that gives its hidden states (vLLM's SupportsEagle3)",
-                original.model_config.architectures,
-                "Its class in vLLM does not; DFlash needs them.",
-            ) from error
+            raise _no_hidden_states(original, "vLLM's SupportsEagle3") from error
         finally:
+            original.quant_config = runner.vllm_config.quant_config
             runner.vllm_config = original
-            original.quant_config = view.quant_config
+        if impl == "flax_nnx":
+            # Of tpu-inference's own models only some know of aux hidden states.
+            given = getattr(runner.model.model, "aux_hidden_state_layers", ())
+            if sorted(given) != tapped:
+                raise _no_hidden_states(
+                    original, "tpu-inference's aux_hidden_state_layers"
+                )
 
     def determine_available_memory(self) -> int:
-        """Leaves room for the draft's pool: a page for each of the target's."""
+        """Leaves room for the draft's pool: a page for each of the target's.
+
+        Raises:
+            ValueError: not enough for one request of max_model_len tokens.
+        """
         available = super().determine_available_memory()
+        page_size = self.cache_config.block_size
         target = sum(s.page_size_bytes for s in self.get_kv_cache_spec().values())
-        draft = self._drafter.page_bytes(self.cache_config.block_size)
+        draft = self._drafter.page_bytes(page_size)
+        longest = self.model_config.max_model_len
+        needed = -(-longest // page_size) * (target + draft)
+        if needed > available and not self.cache_config.num_gpu_blocks_override:
+            raise config_error(
+                "MiB of memory for KV caches",
+                f"{needed / 2**20:.1f} for one request of max_model_len {longest} "
+                f"(the target's {target} bytes a page and the draft's {draft})",
+                round(available / 2**20, 1),
+                "Raise gpu_memory_utilization, or lower max_model_len.",
+            )
         return int(available * target / (target + draft))
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -111,6 +120,45 @@ class DFlashWorker(CpuWorker):
         drafter = self.model_runner.drafter
         assert isinstance(drafter, TorchaxDFlashProposer)
         return drafter
+
+
+def target_impl(vllm_config: Any) -> str:
+    """Whose class the target is: "vllm" (the PyTorch path) or "flax_nnx"."""
+    impl = resolve_model_impl_type(vllm_config)
+    if impl == "flax_nnx":
+        try:
+            _get_model_architecture(vllm_config.model_config.hf_config)
+        except UnsupportedArchitectureError:
+            return "vllm"  # as tpu-inference does
+    return impl
+
+
+def _view(vllm_config: Any, tapped: list[int], impl: str) -> Any:
+    """The config under which a target gives the outputs of the tapped layers.
+
+    On the PyTorch path targets give them for the method "eagle3" only
+    (`vllm_model_wrapper.py:279,419`), and as inputs of layer id + 1. JAX-native targets
+    read the draft's config, and know no default for its layers.
+    """
+    view = copy.copy(vllm_config)
+    speculative = view.speculative_config = copy.copy(vllm_config.speculative_config)
+    model = speculative.draft_model_config = copy.copy(speculative.draft_model_config)
+    hf_config = model.hf_config = copy.copy(model.hf_config)
+    if impl == "flax_nnx":
+        hf_config.dflash_config = hf_config.dflash_config | {"target_layer_ids": tapped}
+    else:
+        speculative.method = "eagle3"
+        hf_config.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in tapped]
+    return view
+
+
+def _no_hidden_states(vllm_config: Any, interface: str) -> ValueError:
+    return config_error(
+        "target",
+        f"a model that gives its hidden states ({interface})",
+        vllm_config.model_config.architectures,
+        "DFlash needs them. Try the other MODEL_IMPL_TYPE (vllm or flax_nnx).",
+    )
 
 
 class _Manager(SpeculativeDecodingManager):

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from torchax_dflash.config import config_error
-from torchax_dflash.sharding import DATA, shard_rows
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training.feature_store import FeatureStore, padded_length
 from torchax_dflash.training.features import NUM_CHOICES, Thoughts, think
 from torchax_dflash.training.loss import Batch
+from torchax_dflash.training.mesh import DATA, shard_rows
 from torchax_dflash.training.recipe import Recipe
 from torchax_dflash.training.sequences import TokenSequence
 

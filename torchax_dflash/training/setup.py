@@ -9,11 +9,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from torchax_dflash.config import config_error
 from torchax_dflash.draft_model import DraftModel
-from torchax_dflash.sharding import shard_params, shard_tree
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training import trainer
 from torchax_dflash.training.batches import Batches
@@ -127,21 +125,6 @@ def prepare(
             index=jnp.array(index),
         )
     return trainer.start(draft, scale, recipe), frozen
-
-
-def on_mesh(
-    state: trainer.TrainState, frozen: trainer.Frozen, mesh: Mesh
-) -> tuple[trainer.TrainState, trainer.Frozen]:
-    """Both laid out over a mesh of devices, by the rules of `sharding`."""
-    target = target_on_mesh(frozen.target, mesh)
-    rest = replace(frozen, target=replace(frozen.target, params={}))
-    return shard_tree(state, mesh), replace(shard_tree(rest, mesh), target=target)
-
-
-def target_on_mesh(target: TargetModel, mesh: Mesh) -> TargetModel:
-    """A target laid out over a mesh of devices."""
-    params = shard_params(target.params, mesh, target.module.linear_weights)
-    return replace(target, params=params)
 
 
 def _sample(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, np.ndarray]:

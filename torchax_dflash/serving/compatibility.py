@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions of tpu-inference this plugin works with, checked at start-up.
+
+What is overridden there is no public interface, so another version may lack it: better
+to say so now than to fail in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TESTED = {"tpu-inference": "0.32.0"}
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function of another package that we call, replace or are called through.
+
+    Attributes:
+        module: where it lies.
+        name: its qualified name there.
+        parameters: by name; others may follow.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+_RUNNER = "tpu_inference.runner.tpu_runner"
+SEAMS = (
+    Seam(_RUNNER, "TPUModelRunner._modify_prev_results", ("self",)),
+    Seam(_RUNNER, "TPUModelRunner._update_placeholder", ("self",)),
+    Seam(
+        "tpu_inference.runner.speculative_decoding_manager",
+        "SpeculativeDecodingManager.propose_dflash_draft_token_ids",
+        ("self", "spec_decode_metadata", "last_sampled_token_id"),
+    ),
+    Seam(
+        "tpu_inference.spec_decode.jax.dflash",
+        "DFlashProposer.prepare_inputs",
+        (
+            "self",
+            "attn_metadata",
+            "input_ids",
+            "aux_hidden_states",
+            "last_sampled_token_id",
+            "next_prompt_token_id",
+            "is_in_prefill",
+            "num_rejected_tokens",
+            "num_reqs_dp",
+        ),
+    ),
+    Seam(
+        "tpu_inference.spec_decode.jax.dflash",
+        "DFlashProposer.propose",
+        (
+            "self",
+            "kv_caches",
+            "input_ids",
+            "attn_metadata",
+            "last_token_indices",
+            "target_hidden_states",
+        ),
+    ),
+    Seam(
+        "tpu_inference.runner.compilation_manager",
+        "CompilationManager._precompile_dflash_helpers",
+        ("self",),
+    ),
+    Seam(
+        "tpu_inference.runner.utils",
+        "host_extract_sampled_tokens",
+        ("runner", "spec_decode_metadata"),
+    ),
+    Seam("tpu_inference.worker.tpu_worker", "TPUWorker.init_device", ("self",)),
+    Seam(
+        "tpu_inference.worker.tpu_worker",
+        "TPUWorker.initialize_from_config",
+        ("self", "kv_cache_config"),
+    ),
+)
+
+
+def check(seams: tuple[Seam, ...] = SEAMS) -> None:
+    """Warns of versions that were not tested.
+
+    Raises:
+        RuntimeError: a seam is not there, or not of the shape we know.
+    """
+    versions = {package: metadata.version(package) for package in TESTED}
+    for package, version in versions.items():
+        if version != TESTED[package]:
+            logger.warning(
+                "torchax-dflash is tested with %s %s, found %s.",
+                package,
+                TESTED[package],
+                version,
+            )
+    for seam in seams:
+        if (problem := _problem(seam)) is not None:
+            tested = ", ".join(f"{name} {version}" for name, version in TESTED.items())
+            raise RuntimeError(
+                f"{seam.module}.{seam.name}: expected {_shape(seam)}, got {problem} in "
+                f"{versions}. This version does not work with torchax-dflash: install "
+                f"{tested}, or switch the plugin off with TORCHAX_DFLASH_DISABLE=1."
+            )
+
+
+def _shape(seam: Seam) -> str:
+    return f"a function of ({', '.join((*seam.parameters, '…'))})"
+
+
+def _problem(seam: Seam) -> str | None:
+    """What is wrong with a seam, or None."""
+    try:
+        found: Any = importlib.import_module(seam.module)
+        for part in seam.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"nothing ({error})"
+    parameters = tuple(inspect.signature(found).parameters)
+    if parameters[: len(seam.parameters)] != seam.parameters:
+        return f"({', '.join(parameters)})"
+    return None
