@@ -14,6 +14,7 @@ in examples/):
 Everything lies in one folder, runs/NAME unless --folder says otherwise:
 
   runs/NAME/data/sequences.jsonl    answers           (generate)
+  runs/NAME/data/log.jsonl          how fast          (generate)
   runs/NAME/data/features/          hidden states     (generate --store-features)
   runs/NAME/RUN/log.jsonl           losses            (train)
   runs/NAME/RUN/checkpoints/        to resume from    (train)
@@ -116,7 +117,7 @@ def generate(arguments: argparse.Namespace) -> None:
             max_model_len=arguments.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
         )
-        with ProgressBar("Answering") as (log, update):
+        with ProgressBar("Answering", store.folder / "log.jsonl") as (log, update):
 
             def on_answer(progress: AnswerProgress) -> None:
                 update(progress.answers, arguments.num_prompts)

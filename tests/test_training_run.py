@@ -117,7 +117,7 @@ def test_overfitting_reaches_the_full_acceptance_length(tiny, tmp_path):
     sequences = answers(tiny, prompts)
     recipe = Recipe(
         stages=((6, 1.0),),
-        steps=250,
+        steps=150,
         sequences=2,
         anchors=40,
         learning_rate=3e-3,

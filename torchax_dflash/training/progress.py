@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +27,13 @@ notes = Console(stderr=True, highlight=False)
 class ProgressBar:
     """Shown while entered; gives `log(line)` and `update(done, total)`."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, log: Path | None = None) -> None:
+        """Prepares a bar.
+
+        Args:
+            what: what is being done.
+            log: a file that gets the lines too.
+        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -34,7 +42,7 @@ class ProgressBar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[news]}"),
         )
-        self._what = what
+        self._what, self._file = what, log
         self._progress = Progress(*columns, console=notes, transient=True)
         self._task = self._progress.add_task(what, total=None, news="")
 
@@ -48,6 +56,9 @@ class ProgressBar:
         self._progress.stop()
 
     def _log(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(line | {"time": round(time.time(), 1)}) + "\n")
         if notes.is_terminal:
             shown = ("tau", "loss", "tokens")
             news = " ".join(f"{k} {line[k]:.4g}" for k in shown if k in line)
