@@ -67,10 +67,10 @@ def test_many_anchors_at_once_equal_the_generators_steps(variant):
     module = make_torch_draft(**VARIANTS[variant])
     draft = DraftModel.from_torch(module)
     rng = np.random.default_rng(1)
-    batch, length, hidden = 2, 16, draft.config.hidden_size
+    batch, length, hidden = 2, 30, draft.config.hidden_size
     shape = (batch, length, draft.config.feature_size)
     features = rng.standard_normal(shape, np.float32)
-    anchors = np.array([[1, 2, 9, 16], [3, 6, 7, 15]], np.int32)
+    anchors = np.array([[1, 2, 9, 30], [3, 6, 7, 28]], np.int32)
     noise = rng.standard_normal((batch, 4, BLOCK, hidden), np.float32)
     got = jax.jit(anchored_hidden_states)(draft, features, noise, anchors)
     for index in range(anchors.shape[1]):
