@@ -52,7 +52,7 @@ def export(
 
 def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:
     hf_config: Any = draft.module.module.config
-    config = hf_config.to_dict()
+    config = json.loads(hf_config.to_json_string(use_diff=True))
     config["architectures"] = [type(draft.module.module).__name__]
     config["dtype"] = dtype
     # Readers older than transformers 5 look here.
