@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,16 @@ def _figure(found: dict[str, Acceptance], log: list[dict[str, Any]]) -> Figure:
     left.grid(alpha=0.3)
     left.legend()
     if rest:
-        trained = [(line["step"], line["tau"]) for line in log if "tau" in line]
+        blocks = list(accumulate(line.get("blocks", 0) for line in log))
+        pairs = list(zip(blocks, log, strict=True))
+        trained = [(at, line["tau"]) for at, line in pairs if "tau" in line]
         held_out = [
-            (line["step"], line["held_out"]["tau"])
-            for line in log
-            if line.get("held_out")
+            (at, line["held_out"]["tau"]) for at, line in pairs if line.get("held_out")
         ]
         rest[0].plot(*zip(*trained, strict=True), alpha=0.4, label="training")
         if held_out:
             rest[0].plot(*zip(*held_out, strict=True), marker="o", label="held out")
-        rest[0].set(xlabel="step", ylabel="tau over all positions")
+        rest[0].set(xlabel="blocks trained on", ylabel="tau over all positions")
         rest[0].grid(alpha=0.3)
         rest[0].legend()
     return figure

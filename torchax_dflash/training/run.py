@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from torchax_dflash.training import checkpoint
@@ -21,6 +22,7 @@ from torchax_dflash.training.loss import Score
 from torchax_dflash.training.recipe import Recipe
 from torchax_dflash.training.trainer import (
     Frozen,
+    StepReport,
     TrainState,
     held_out_score,
     train_step,
@@ -91,41 +93,19 @@ class Run:
             The last state; a checkpoint of it is on disk.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        step, total = int(state.step), None
-        saved_at, since, count = -1, time.perf_counter(), 0
+        step, saved_at, tally = int(state.step), -1, _Tally()
         while step < self.recipe.steps and not self.stopped:
             block_size = self.recipe.block_size_at(step)
-            batch = self.batches.batch(step)
             state, report = train_step(
                 state,
                 self.frozen,
-                batch,
+                self.batches.batch(step),
                 recipe=self.recipe,
                 block_size=block_size,
             )
-            step, count = step + 1, count + 1
-            seen = report.score
-            total = (
-                seen
-                if total is None or block_changed(total, seen)
-                else (jax.tree.map(jax.numpy.add, total, seen))
-            )
-            line = None
-            if step % self.cadence.log == 0 or step == self.recipe.steps:
-                line = summary(total) | {
-                    "step": step,
-                    "block_size": block_size,
-                    "grad_norm": round(float(report.grad_norm), 4),
-                    "seconds_a_step": (time.perf_counter() - since) / count,
-                }
-                total, since, count = None, time.perf_counter(), 0
-            if step % self.cadence.held_out == 0 or step == self.recipe.steps:
-                line = (line or {"step": step}) | {
-                    "held_out": self.held_out(state, block_size)
-                }
-                since, count = time.perf_counter(), 0
-            if line is not None:
-                self._log(line)
+            step += 1
+            tally.add(report.score)
+            line = self._line(step, block_size, state, report, tally)
             if step % self.cadence.checkpoint == 0:
                 self._save(state)
                 saved_at = step
@@ -135,8 +115,8 @@ class Run:
         return state
 
     def held_out(self, state: TrainState, block_size: int) -> dict[str, Any]:
-        """The summary of sequences that are not trained on."""
-        total = None
+        """The summary of sequences that are not trained on; {} if there are none."""
+        tally = _Tally()
         for batch in self.batches.held_out_batches(self.cadence.held_out_sequences):
             found = held_out_score(
                 state,
@@ -145,29 +125,73 @@ class Run:
                 recipe=self.recipe,
                 block_size=block_size,
             )
-            total = (
-                found if total is None else jax.tree.map(jax.numpy.add, total, found)
-            )
-        return summary(total) if total is not None else {}
+            tally.add(found)
+        return summary(tally.total) if tally.total else {}
+
+    def _line(
+        self,
+        step: int,
+        block_size: int,
+        state: TrainState,
+        report: StepReport,
+        tally: _Tally,
+    ) -> dict[str, Any] | None:
+        """Logs what is due after this step."""
+        is_last = step == self.recipe.steps
+        line: dict[str, Any] = {}
+        if step % self.cadence.log == 0 or is_last:
+            assert tally.total is not None
+            line |= summary(tally.total) | {
+                "grad_norm": round(float(report.grad_norm), 4),
+                "seconds_a_step": round(tally.seconds / tally.steps, 4),
+            }
+            tally.clear()
+        if step % self.cadence.held_out == 0 or is_last:
+            started = time.perf_counter()
+            line["held_out"] = self.held_out(state, block_size)
+            tally.leave_out(time.perf_counter() - started)
+        if not line:
+            return None
+        line = {"step": step, "block_size": block_size} | line
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line | {"time": round(time.time(), 1)}) + "\n")
+        return line
 
     def _save(self, state: TrainState) -> None:
         checkpoint.save(self.folder / "checkpoints", state, self.recipe, self.about)
 
-    def _log(self, line: dict[str, Any]) -> None:
-        with (self.folder / "log.jsonl").open("a") as file:
-            file.write(json.dumps(line | {"time": round(time.time(), 1)}) + "\n")
 
+class _Tally:
+    """Scores since the last line of the log; of one block size."""
 
-def block_changed(total: Score, seen: Score) -> bool:
-    """Whether two scores are of different block sizes."""
-    return total.hits.shape != seen.hits.shape
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.total: Score | None = None
+        self.steps, self._since = 0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._since
+
+    def leave_out(self, seconds: float) -> None:
+        self._since += seconds
+
+    def add(self, score: Score) -> None:
+        if self.total is None or self.total.hits.shape != score.hits.shape:
+            self.total = score
+        else:
+            self.total = jax.tree.map(jnp.add, self.total, score)
+        self.steps += 1
 
 
 def summary(total: Score) -> dict[str, Any]:
     """A score as figures.
 
     `accepted` is, by position, the share of blocks whose drafts are right up to there;
-    `tau` is 1 and their sum, the acceptance length if each position were an anchor.
+    `tau` is 1 and their sum, the acceptance length if each position were an anchor;
+    `blocks` is how many there were.
     """
     hits, counts = np.asarray(total.hits), np.asarray(total.counts)
     accepted = hits / max(float(counts[0]), 1.0)
@@ -175,6 +199,7 @@ def summary(total: Score) -> dict[str, Any]:
         "loss": round(float(total.loss) / max(float(total.weight), 1e-6), 5),
         "tau": round(1 + float(accepted.sum()), 4),
         "accepted": [round(float(share), 4) for share in accepted],
+        "blocks": int(counts[0]),
     }
 
 
