@@ -217,7 +217,7 @@ class TargetHead(Protocol):
 
 
 @partial(jax.jit, static_argnames="num_speculative_tokens")
-def draft_tokens(
+def draft_logits(
     draft: DraftModel,
     target: TargetHead,
     pool: KVPool,
@@ -239,11 +239,10 @@ def draft_tokens(
         context_lens: int32 [B], ingested rows.
         block_lens: int32 [B], 1 + the number of drafts wanted of each row. A shorter
             block is not a prefix of a longer one: the missing rows are not attended to.
-        num_speculative_tokens: drafts per row, 1 to block_size - 1 (static).
+        num_speculative_tokens: K, drafts per row, 1 to block_size - 1 (static).
 
     Returns:
-        draft_token_ids, int32 [B, num_speculative_tokens]; those past `block_lens - 1`
-        mean nothing.
+        [B, K, V] of the drafts; those past `block_lens - 1` mean nothing.
     """
     masks = jnp.full(
         (anchors.shape[0], num_speculative_tokens),
@@ -260,7 +259,19 @@ def draft_tokens(
         context_lens=context_lens,
         block_lens=block_lens,
     )
-    logits = _logits(draft, target, hidden[:, 1:])
+    return _logits(draft, target, hidden[:, 1:])
+
+
+@partial(jax.jit, static_argnames="num_speculative_tokens")
+def draft_tokens(
+    draft: DraftModel,
+    target: TargetHead,
+    pool: KVPool,
+    anchors: jax.Array,
+    **block: Any,
+) -> jax.Array:
+    """The likeliest token at each place of `draft_logits`, int32 [B, K]."""
+    logits = draft_logits(draft, target, pool, anchors, **block)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
