@@ -112,7 +112,8 @@ def make_torch_draft(
 def continuations(target: nn.Module) -> torch.Tensor:
     """Greedy texts of the target from 48 random prompts of 3 tokens, [48, 43]."""
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, VOCAB, (48, 3), generator=generator)
+    size = target.config.vocab_size
+    ids = torch.randint(0, size, (48, 3), generator=generator)
     with torch.no_grad():
         for _ in range(40):
             logits = target(ids, use_cache=False).logits[:, -1]

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.kv_cache import KVPool
+from torchax_dflash.penalties import Penalties
+from torchax_dflash.sampling import SamplingState
 from torchax_dflash.target_model import TargetModel
 
 PAGE_SIZE = 128
@@ -35,6 +37,8 @@ class DecodeState:
         active: bool [B].
         features: [B, Q, F], aux hidden states of the last verified block.
         num_new: int32 [B], rows of `features` that were accepted and not ingested.
+        sampling: how each request's tokens are drawn.
+        penalties: and what it is penalised for.
     """
 
     target_pool: KVPool
@@ -47,6 +51,8 @@ class DecodeState:
     active: jax.Array
     features: jax.Array
     num_new: jax.Array
+    sampling: SamplingState
+    penalties: Penalties
 
 
 @jax.tree_util.register_dataclass
@@ -58,11 +64,13 @@ class Steps:
         token_ids: int32 [S, B, Q]; the first `num_tokens` of each row count.
         num_tokens: int32 [S, B], the acceptance length; 0 for idle requests.
         num_accepted: int32 [S, B], how many of them were drafts.
+        logprobs: float32 [S, B, Q], of `token_ids`, where they were asked for.
     """
 
     token_ids: jax.Array
     num_tokens: jax.Array
     num_accepted: jax.Array
+    logprobs: jax.Array
 
 
 def make_state(
@@ -93,4 +101,6 @@ def make_state(
         active=jnp.zeros(batch_size, bool),
         features=jnp.zeros((batch_size, block, feature_size), target.dtype),
         num_new=integers(batch_size),
+        sampling=SamplingState.greedy(batch_size),
+        penalties=Penalties.none(batch_size, target.config.vocab_size),
     )

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from torchax_dflash import draft_model, target_model
+from torchax_dflash.accepting import accept_block, draft_block
 from torchax_dflash.decode_state import DecodeState, Steps
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.kv_cache import KVPool, slots_of
-from torchax_dflash.sampling import accept_greedy
+from torchax_dflash.sampling import SamplingState
 from torchax_dflash.target_model import TargetModel
 
 
@@ -38,7 +39,9 @@ def prefill(
     length: jax.Array,
     limit: jax.Array,
     stop_ids: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
+    sampling: SamplingState,
+    penalties: jax.Array,
+) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Reads one chunk of one request's prompt; after its last chunk it is active.
 
     Args:
@@ -51,9 +54,11 @@ def prefill(
         length: int32 [], tokens that count.
         limit: int32 [], the request's limit, or 0 while more chunks follow.
         stop_ids: int32 [E].
+        sampling: of the one request.
+        penalties: float32 [3]: repetition, presence, frequency.
 
     Returns:
-        The state, and the token after the chunk, int32 [].
+        The state, the token after the chunk, int32 [1], and its log-probability.
     """
     page_table = state.page_table[row][None]
     context_lens, block_lens = start[None], length[None]
@@ -75,8 +80,26 @@ def prefill(
         first=context_lens,
         count=block_lens,
     )
-    token = jnp.argmax(logits[0, 0]).astype(jnp.int32)
     seq_len = start + length
+    said = state.penalties.read(
+        row,
+        jnp.where(jnp.arange(token_ids.size) < length, token_ids, -1),
+        is_first=start == 0,
+        settings=penalties,
+    )
+    first = accept_block(
+        logits,
+        jnp.zeros((1, 0), jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        draft_probs=None,
+        sampling=sampling,
+        penalties=jax.tree.map(lambda all_: all_[row][None], said),
+        # its first step's anchor is at seq_len
+        positions=(seq_len - 1)[None],
+    )
+    token = first.token_ids[0, 0]
+    spoken = (limit > 0).astype(jnp.int32)
+    said = replace(said, in_output=said.in_output.at[row, token].add(spoken))
     active = (seq_len + 1 < limit) & ~(token == stop_ids).any()
     return (
         replace(
@@ -89,14 +112,19 @@ def prefill(
             stop_ids=state.stop_ids.at[row].set(stop_ids),
             active=state.active.at[row].set(active),
             num_new=state.num_new.at[row].set(0),
+            sampling=jax.tree.map(
+                lambda all_, one: all_.at[row].set(one[0]), state.sampling, sampling
+            ),
+            penalties=said,
         ),
         token,
+        first.logprobs[0, 0],
     )
 
 
 @partial(
     jax.jit,
-    static_argnames=("num_speculative_tokens", "num_steps"),
+    static_argnames=("num_speculative_tokens", "num_steps", "draft_sample_method"),
     donate_argnames="state",
 )
 def decode(
@@ -107,6 +135,7 @@ def decode(
     keep: jax.Array,
     num_speculative_tokens: int,
     num_steps: int,
+    draft_sample_method: str = "greedy",
 ) -> tuple[DecodeState, Steps]:
     """Runs up to `num_steps` steps without the host; stops when no request is active.
 
@@ -117,6 +146,8 @@ def decode(
         keep: bool [B], requests that the host still wants.
         num_speculative_tokens: drafts a step (static).
         num_steps: most steps (static).
+        draft_sample_method: "greedy", drafts are the likeliest tokens, or
+            "probabilistic", they are drawn as the request's tokens are (static).
     """
     batch_size = state.anchors.shape[0]
     state = replace(state, active=state.active & keep)
@@ -125,6 +156,7 @@ def decode(
         token_ids=jnp.zeros((*shape, num_speculative_tokens + 1), jnp.int32),
         num_tokens=jnp.zeros(shape, jnp.int32),
         num_accepted=jnp.zeros(shape, jnp.int32),
+        logprobs=jnp.zeros((*shape, num_speculative_tokens + 1), jnp.float32),
     )
 
     def more(carry):
@@ -133,7 +165,9 @@ def decode(
 
     def body(carry):
         index, state, steps = carry
-        state, step = _step(target, draft, state, num_speculative_tokens)
+        state, step = _step(
+            target, draft, state, num_speculative_tokens, draft_sample_method
+        )
         steps = jax.tree.map(lambda all_, one: all_.at[index].set(one), steps, step)
         return index + 1, state, steps
 
@@ -146,6 +180,7 @@ def _step(
     draft: DraftModel | None,
     state: DecodeState,
     num_speculative_tokens: int,
+    draft_sample_method: str,
 ) -> tuple[DecodeState, Steps]:
     """Ingest, draft, verify, accept: one step of every active request."""
     # Near its limit a request verifies fewer rows; idle ones none, of no context.
@@ -162,19 +197,15 @@ def _step(
         first=state.seq_lens - state.num_new,
         count=state.num_new,
     )
-    if draft is None:
-        draft_token_ids = jnp.zeros((state.anchors.shape[0], 0), jnp.int32)
-    else:
-        draft_token_ids = draft_model.draft_tokens(
-            draft,
-            target,
-            draft_pool,
-            state.anchors,
-            page_table=state.page_table,
-            context_lens=context_lens,
-            block_lens=block_lens,
-            num_speculative_tokens=num_speculative_tokens,
-        )
+    draft_token_ids, draft_probs = draft_block(
+        draft,
+        target,
+        replace(state, draft_pool=draft_pool),
+        context_lens=context_lens,
+        block_lens=block_lens,
+        num_speculative_tokens=num_speculative_tokens,
+        draft_sample_method=draft_sample_method,
+    )
     target_pool, logits, features = target_model.forward(
         target,
         state.target_pool,
@@ -184,7 +215,15 @@ def _step(
         block_lens=block_lens,
         layer_ids=draft.config.target_layer_ids if draft else (),
     )
-    accepted = accept_greedy(logits, draft_token_ids, block_lens - 1)
+    accepted = accept_block(
+        logits,
+        draft_token_ids,
+        block_lens - 1,
+        draft_probs=draft_probs,
+        sampling=state.sampling,
+        penalties=state.penalties,
+        positions=state.seq_lens,
+    )
     num_tokens, stopped = _count_tokens(
         state, accepted.token_ids, accepted.num_accepted
     )
@@ -201,11 +240,13 @@ def _step(
         active=state.active & ~stopped & (seq_lens + 1 < state.limits),
         features=features,
         num_new=num_tokens,
+        penalties=state.penalties.said(accepted.token_ids, num_tokens),
     )
     return state, Steps(
         token_ids=accepted.token_ids,
         num_tokens=num_tokens,
         num_accepted=jnp.minimum(accepted.num_accepted, num_tokens),
+        logprobs=accepted.logprobs,
     )
 
 

@@ -217,7 +217,7 @@ class TargetHead(Protocol):
 
 
 @partial(jax.jit, static_argnames="num_speculative_tokens")
-def draft_tokens(
+def draft_logits(
     draft: DraftModel,
     target: TargetHead,
     pool: KVPool,
@@ -239,11 +239,10 @@ def draft_tokens(
         context_lens: int32 [B], ingested rows.
         block_lens: int32 [B], 1 + the number of drafts wanted of each row. A shorter
             block is not a prefix of a longer one: the missing rows are not attended to.
-        num_speculative_tokens: drafts per row, 1 to block_size - 1 (static).
+        num_speculative_tokens: K, drafts per row, 1 to block_size - 1 (static).
 
     Returns:
-        draft_token_ids, int32 [B, num_speculative_tokens]; those past `block_lens - 1`
-        mean nothing.
+        [B, K, V] of the drafts; those past `block_lens - 1` mean nothing.
     """
     masks = jnp.full(
         (anchors.shape[0], num_speculative_tokens),
@@ -260,17 +259,29 @@ def draft_tokens(
         context_lens=context_lens,
         block_lens=block_lens,
     )
-    logits = draft_logits(draft, target, hidden[:, 1:])
+    return head_logits(draft, target, hidden[:, 1:])
+
+
+@partial(jax.jit, static_argnames="num_speculative_tokens")
+def draft_tokens(
+    draft: DraftModel,
+    target: TargetHead,
+    pool: KVPool,
+    anchors: jax.Array,
+    **block: Any,
+) -> jax.Array:
+    """The likeliest token at each place of `draft_logits`, int32 [B, K]."""
+    logits = draft_logits(draft, target, pool, anchors, **block)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def draft_logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
+def head_logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
     """Through the target's head, by the module's own `compute_logits` if it has one.
 
     Args:
         draft: the model.
         target: lends its head.
-        hidden: [..., D] of `draft_hidden_states`.
+        hidden: [..., D], the module's output.
 
     Returns:
         [..., V], or as many as `target.project` gives.

@@ -18,6 +18,7 @@ import numpy as np
 from torchax_dflash import decode_state, decoding
 from torchax_dflash.config import config_error
 from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.prefill import CHUNK_SIZES, chunk_arguments, chunk_sizes
 from torchax_dflash.request import (
     GenerationOutput,
     Prompt,
@@ -27,9 +28,6 @@ from torchax_dflash.request import (
 )
 from torchax_dflash.stats import RunStats, compilations
 from torchax_dflash.target_model import TargetModel
-
-_CHUNKS = (16, 64, 256)
-"""Rows of a prefill program; prompts are cut into these."""
 
 
 class Generator:
@@ -48,6 +46,7 @@ class Generator:
         max_model_len: int = 2048,
         max_num_seqs: int = 1,
         num_speculative_tokens: int | None = None,
+        draft_sample_method: str = "greedy",
         steps_per_visit: int = 8,
     ) -> None:
         """Allocates the caches.
@@ -59,6 +58,9 @@ class Generator:
             max_model_len: most tokens of a prompt and its output.
             max_num_seqs: B, prompts that run at the same time.
             num_speculative_tokens: drafts a step, 1 to block_size - 1 (the default).
+            draft_sample_method: for requests with a temperature: "greedy" proposes the
+                draft's likeliest tokens, "probabilistic" draws them, which is accepted
+                more often the higher the temperature is.
             steps_per_visit: most decode steps before the host looks.
 
         Raises:
@@ -71,6 +73,13 @@ class Generator:
         ):
             if value < 1:
                 raise config_error(name, "at least 1", value, "Raise it.")
+        if draft_sample_method not in ("greedy", "probabilistic"):
+            raise config_error(
+                "draft_sample_method",
+                "greedy or probabilistic",
+                draft_sample_method,
+                "Choose one.",
+            )
         if draft is None:
             if num_speculative_tokens:
                 raise config_error(
@@ -97,6 +106,7 @@ class Generator:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
+        self.draft_sample_method = draft_sample_method
         self.steps_per_visit = steps_per_visit
         self.stats = RunStats()
         self._state: decode_state.DecodeState | None = self._make_state()
@@ -110,21 +120,36 @@ class Generator:
         """
         self._refuse_while_running()
         longest = self.max_model_len - 1
-        chunks = [n for n in _CHUNKS if n == _CHUNKS[0] or n < 2 * longest]
+        shortest, *_ = CHUNK_SIZES
+        chunks = [n for n in CHUNK_SIZES if n == shortest or n < 2 * longest]
         total = len(chunks) + 1
         report = on_program or (lambda done, total: None)
         report(0, total)
-        no_stops = [-1] * decode_state.NUM_STOP_IDS
+        nothing = Request.make(
+            0,
+            [0],
+            SamplingParams(seed=0),
+            target=self.target.config,
+            tokenizer=None,
+            max_model_len=2,
+        )
         for done, size in enumerate(chunks, start=1):
-            self._prefill_chunk(0, [], 0, size, 0, no_stops)
+            self._prefill(nothing, row=0, start=0, size=size, count=0, limit=0)
             report(done, total)
         self._decode([False] * self.max_num_seqs)
         report(total, total)
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[GenerationOutput]:
         """Continues each prompt (text or token ids); outputs in the same order.
+
+        Args:
+            prompts: any number.
+            params: one for all (its seed counts for the first, the next one for the
+                second, and so on), or one for each.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served; nothing runs.
@@ -135,10 +160,11 @@ class Generator:
         return [outputs[index] for index in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, but yields what is new after each host visit."""
-        params = params or SamplingParams()
         if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
             raise config_error(
                 "prompts",
@@ -146,11 +172,21 @@ class Generator:
                 prompts,
                 "Put the one prompt into a list.",
             )
+        params = params or SamplingParams()
+        if isinstance(params, SamplingParams):
+            params = params.of_each(len(prompts))
+        if len(params) != len(prompts):
+            raise config_error(
+                "params",
+                f"one, or one for each of {len(prompts)} prompts",
+                len(params),
+                "Give as many as prompts.",
+            )
         requests = [
             Request.make(
                 index,
                 prompt,
-                params,
+                params[index],
                 target=self.target.config,
                 tokenizer=self.tokenizer,
                 max_model_len=self.max_model_len,
@@ -190,18 +226,20 @@ class Generator:
     def _admit(self, row: int, request: Request) -> StreamEvent:
         """Prefills one prompt; the last chunk gives the first token."""
         started = time.perf_counter()
-        prompt = request.output.prompt_token_ids
-        start = token = 0
-        for size in _chunk_sizes(len(prompt)):
-            chunk = prompt[start : start + size]
-            is_last = start + size >= len(prompt)
-            limit = request.limit if is_last else 0
-            token = self._prefill_chunk(
-                row, chunk, start, size, limit, request.stop_ids
+        length = len(request.output.prompt_token_ids)
+        start, first = 0, None
+        for size in chunk_sizes(length):
+            count = min(size, length - start)
+            limit = request.limit if start + count == length else 0
+            first = self._prefill(
+                request, row=row, start=start, size=size, count=count, limit=limit
             )
-            start += size
+            start += count
+        token, logprob = jax.device_get(first)
         self.stats.prefill_seconds += time.perf_counter() - started
-        return request.add([token], num_accepted=0, is_step=False)
+        return request.add(
+            [int(token)], [float(logprob)], num_accepted=0, is_step=False
+        )
 
     def _visit(self, rows: list[Request | None]) -> Iterator[StreamEvent]:
         """Lets the device run some steps; one event for each request."""
@@ -218,6 +256,7 @@ class Generator:
                     break
                 event = request.add(
                     steps.token_ids[step, row, :count].tolist(),
+                    steps.logprobs[step, row, :count].tolist(),
                     num_accepted=int(steps.num_accepted[step, row]),
                     is_step=True,
                 )
@@ -231,32 +270,9 @@ class Generator:
             if request.output.finish_reason:
                 rows[row] = None
 
-    def _prefill_chunk(
-        self,
-        row: int,
-        token_ids: Sequence[int],
-        start: int,
-        size: int,
-        limit: int,
-        stop_ids: Sequence[int],
-    ) -> int:
-        padded = np.zeros(size, np.int32)
-        padded[: len(token_ids)] = token_ids
-        scalars = (row, start, len(token_ids), limit)
-        arguments = jax.device_put(
-            (padded, np.array(stop_ids, np.int32), *map(np.int32, scalars))
-        )
-        padded, stops, row_, start_, length_, limit_ = arguments
-        token = self._on_state(
-            decoding.prefill,
-            row=row_,
-            token_ids=padded,
-            start=start_,
-            length=length_,
-            limit=limit_,
-            stop_ids=stops,
-        )
-        return int(jax.device_get(token))
+    def _prefill(self, request: Request, **chunk: int) -> list[jax.Array]:
+        """The token after a chunk and its log-probability, still on the device."""
+        return self._on_state(decoding.prefill, **chunk_arguments(request, **chunk))
 
     def _decode(self, keep: list[bool]) -> Any:
         steps = self._on_state(
@@ -264,15 +280,16 @@ class Generator:
             keep=jax.device_put(np.array(keep)),
             num_speculative_tokens=self.num_speculative_tokens,
             num_steps=self.steps_per_visit,
+            draft_sample_method=self.draft_sample_method,
         )
-        return jax.device_get(steps)
+        return jax.device_get(steps[0])
 
     def _on_state(self, program: Callable[..., Any], **arguments: Any) -> Any:
         """Runs a program on the state, and counts what it had to compile."""
         before = compilations().count
         # The state is donated: if the program is interrupted, it is gone.
         state, self._state = self._state or self._make_state(), None
-        self._state, result = program(self.target, self.draft, state, **arguments)
+        self._state, *result = program(self.target, self.draft, state, **arguments)
         self.stats.recompilations += compilations().count - before
         return result
 
@@ -284,18 +301,3 @@ class Generator:
             max_model_len=self.max_model_len,
             num_speculative_tokens=self.num_speculative_tokens,
         )
-
-
-def _chunk_sizes(length: int) -> Iterator[int]:
-    """Cuts a prompt into prefill chunks.
-
-    The smallest that holds the rest, unless that wastes more than half of it and a
-    smaller one could be filled first.
-    """
-    while length > 0:
-        fitting = [size for size in _CHUNKS if size >= length]
-        smaller = [size for size in _CHUNKS if size <= length]
-        wasteful = bool(smaller) and (not fitting or fitting[0] > 2 * length)
-        size = smaller[-1] if wasteful else fitting[0]
-        yield size
-        length -= size

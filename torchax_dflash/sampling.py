@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a block's drafts stand: the accept rule, pure and on the device.
+"""From logits to tokens, and which of a block's drafts stand: pure, on the device.
 
-Greedy: a draft is accepted while it is the target's own choice, and the target's choice
-after the last accepted draft comes for free (paper arXiv 2602.06036, section 3).
+Whatever the draft proposes, the output has the target's own distribution. With p the
+target's probabilities after temperature and filters, and q those that a draft was
+really drawn from:
+
+    accept draft x with probability min(1, p(x) / q(x))
+    at the first rejection draw from max(p - q, 0), normalised
+    if all stand, draw one more from p
+
+A draft that was chosen, not drawn, has a q of 1 at one token. Greedy decoding is the
+same rule with a p of 1 at one token: the longest prefix that the target agrees with
+(paper arXiv 2602.06036, section 3; the rule is of arXiv 2211.17192, section 2.3).
 """
 
 from __future__ import annotations
@@ -11,6 +20,102 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this means greedy decoding."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingState:
+    """Each request's settings, on the device.
+
+    Attributes:
+        temperature: float32 [B]; below `GREEDY_BELOW`, the likeliest token.
+        top_k: int32 [B]; only the k likeliest tokens; 0 for all.
+        top_p: float32 [B]; only the likeliest tokens that together reach p.
+        min_p: float32 [B]; only tokens at least this fraction of the likeliest.
+        seed: uint32 [B].
+        logprobs: bool [B]; log-probabilities of the output are wanted.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    logprobs: jax.Array
+
+    @classmethod
+    def greedy(cls, batch_size: int) -> SamplingState:
+        """Of requests that decode greedily."""
+
+        def all_(value: float, dtype: type) -> jax.Array:
+            return jnp.full(batch_size, value, dtype)
+
+        return cls(
+            temperature=all_(0, jnp.float32),
+            top_k=all_(0, jnp.int32),
+            top_p=all_(1, jnp.float32),
+            min_p=all_(0, jnp.float32),
+            seed=all_(0, jnp.uint32),
+            logprobs=all_(False, jnp.bool_),
+        )
+
+    @property
+    def draws(self) -> jax.Array:
+        """Bool [B]: the request's tokens are drawn, not chosen."""
+        return self.temperature >= GREEDY_BELOW
+
+    def keys(self, positions: jax.Array, purpose: int) -> jax.Array:
+        """A random key of each request for its step at int32 [B] `positions`.
+
+        It depends on nothing else, so a request's output does not depend on the others
+        in its batch. `purpose` tells the draws of one step apart.
+        """
+
+        def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(seed), position)
+            return jax.random.fold_in(key, purpose)
+
+        return jax.vmap(one)(self.seed, positions)
+
+
+def probabilities(logits: jax.Array, settings: SamplingState) -> jax.Array:
+    """What tokens are drawn from: logits [B, R, V] -> float32 [B, R, V].
+
+    Temperature, then min-p, top-k and top-p, in vLLM's order. Tokens that tie with the
+    last one kept are kept.
+    """
+    logits = logits.astype(jnp.float32)
+    draws = settings.draws[:, None, None]
+    scaled = logits / jnp.where(draws, settings.temperature[:, None, None], 1)
+    plain = jax.nn.softmax(scaled)
+    enough = settings.min_p[:, None, None] * plain.max(-1, keepdims=True)
+    scaled = jnp.where(plain >= enough, scaled, -jnp.inf)
+
+    ordered = jnp.flip(jnp.sort(scaled), axis=-1)
+    size = logits.shape[-1]
+    top_k = settings.top_k[:, None, None]
+    last = jnp.clip(jnp.where(top_k > 0, top_k, size), 1, size) - 1
+    last = jnp.broadcast_to(last, (*ordered.shape[:2], 1))
+    in_k = ordered >= jnp.take_along_axis(ordered, last, axis=-1)
+    of_k = jax.nn.softmax(jnp.where(in_k, ordered, -jnp.inf))
+    before = jnp.cumsum(of_k, axis=-1) - of_k
+    top_p = settings.top_p[:, None, None]
+    kept = in_k & ((before < top_p) | (top_p >= 1))
+    least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    drawn = jax.nn.softmax(jnp.where(scaled >= least, scaled, -jnp.inf))
+
+    chosen = jax.nn.one_hot(jnp.argmax(logits, axis=-1), size)
+    return jnp.where(draws, drawn, chosen)
+
+
+def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
+    """One token of each of a request's rows: [B, R, V], keys [B] -> int32 [B, R]."""
+    shape = probs.shape[1:]
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape))(keys)
+    return jnp.argmax(jnp.log(probs) + noise, axis=-1).astype(jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -22,10 +127,13 @@ class Accepted:
         token_ids: int32 [B, Q]; the first `num_accepted + 1` of a row are its next
             tokens: accepted drafts, then the target's own.
         num_accepted: int32 [B], drafts that stand.
+        logprobs: float32 [B, Q], of these tokens under the target's logits as they
+            come, without temperature; 0 where they were not asked for.
     """
 
     token_ids: jax.Array
     num_accepted: jax.Array
+    logprobs: jax.Array
 
 
 def accept_greedy(
@@ -41,6 +149,65 @@ def accept_greedy(
     choices = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     exists = jnp.arange(draft_token_ids.shape[1]) < num_drafts[:, None]
     agrees = (draft_token_ids == choices[:, :-1]) & exists
-    num_accepted = jnp.cumprod(agrees.astype(jnp.int32), axis=1).sum(axis=1)
     # An accepted draft is the target's choice, so its choices are the output.
-    return Accepted(token_ids=choices, num_accepted=num_accepted)
+    return Accepted(
+        token_ids=choices,
+        num_accepted=_leading(agrees),
+        logprobs=jnp.zeros(choices.shape, jnp.float32),
+    )
+
+
+def accept(
+    probs: jax.Array,
+    draft_token_ids: jax.Array,
+    num_drafts: jax.Array,
+    *,
+    draft_probs: jax.Array,
+    settings: SamplingState,
+    positions: jax.Array,
+) -> Accepted:
+    """The rule at the top of this file.
+
+    Args:
+        probs: [B, Q, V], what the target's tokens are drawn from.
+        draft_token_ids: int32 [B, Q - 1].
+        num_drafts: int32 [B], drafts of a row that exist.
+        draft_probs: [B, Q - 1, V], what the drafts were drawn from.
+        settings: of the requests.
+        positions: int32 [B], of the anchors; each step of a request has another.
+
+    Returns:
+        Its log-probabilities are left at 0.
+    """
+    rows = draft_token_ids.shape[1]
+    exists = jnp.arange(rows) < num_drafts[:, None]
+    of_draft = draft_token_ids[..., None]
+    p = jnp.take_along_axis(probs[:, :-1], of_draft, axis=-1)[..., 0]
+    q = jnp.take_along_axis(draft_probs, of_draft, axis=-1)[..., 0]
+    chances = jax.vmap(lambda key: jax.random.uniform(key, (rows,)))(
+        settings.keys(positions, 1)
+    )
+    num_accepted = _leading((chances * q < p) & exists)
+
+    # What is drawn after the last accepted draft; behind all drafts there is no q.
+    draft_probs = jnp.where(exists[..., None], draft_probs, 0)
+    draft_probs = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
+    at = num_accepted[:, None, None]
+    p = jnp.take_along_axis(probs, at, axis=1)
+    rest = jnp.maximum(p - jnp.take_along_axis(draft_probs, at, axis=1), 0)
+    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)  # but for rounding
+    own = draw(rest, settings.keys(positions, 2))[:, 0]
+    token_ids = jnp.pad(draft_token_ids, ((0, 0), (0, 1)))
+    token_ids = jnp.where(
+        jnp.arange(rows + 1) < num_accepted[:, None], token_ids, own[:, None]
+    )
+    return Accepted(
+        token_ids=token_ids,
+        num_accepted=num_accepted,
+        logprobs=jnp.zeros(token_ids.shape, jnp.float32),
+    )
+
+
+def _leading(stands: jax.Array) -> jax.Array:
+    """How many of each row stand before the first that does not, [B, K] -> [B]."""
+    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)

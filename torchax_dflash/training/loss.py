@@ -23,7 +23,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from torchax_dflash.draft_model import DraftModel, TargetHead, draft_logits
+from torchax_dflash.draft_model import DraftModel, TargetHead, head_logits
 from torchax_dflash.training.anchored import anchored_hidden_states
 
 _ROWS = 2048  # most rows whose logits exist at a time
@@ -190,7 +190,7 @@ def _compare(
 
     def compare(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         hidden, labels, choices, probs = rows
-        logits = draft_logits(draft, head, hidden).astype(jnp.float32)
+        logits = head_logits(draft, head, hidden).astype(jnp.float32)
         if vocabulary is not None:
             logits += vocabulary.offsets
             labels, choices = vocabulary.index[labels], vocabulary.index[choices]
