@@ -129,6 +129,8 @@ def generate(arguments: argparse.Namespace) -> None:
                 islice(prompts, arguments.num_prompts),
                 store,
                 max_tokens=arguments.max_tokens,
+                sampled_share=arguments.sampled_share,
+                temperature=arguments.temperature,
                 refuse=refuse,
                 on_answer=on_answer,
             )

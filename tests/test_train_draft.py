@@ -77,6 +77,7 @@ def generated(main, target, questions, tmp_path_factory):
     limits = ["--max-tokens", "24", "--max-model-len", "64", "--max-num-seqs", "4"]
     layers = ["--store-features", "--target-layer-ids", "0,2,3"]
     command = ["generate", *options, "--prompts", str(questions), *limits, *layers]
+    command += ["--sampled-share", "0.5"]
     assert main([*command, "--text", str(text)]) == 0
     return folder
 
@@ -91,6 +92,7 @@ def test_generate_goes_on_where_it_stopped(main, target, questions, generated):
     kinds = [sequence.kind for sequence in sequences]
     assert kinds.count("questions") == 8
     assert kinds.count("text") == 3
+    assert {sequence.temperature for sequence in sequences} == {0.0, 0.8}
     with (generated / "data" / "sequences.jsonl").open("a") as file:
         file.write('{"prompt": "torn')
     limits = ["--max-tokens", "24", "--max-model-len", "64", "--max-num-seqs", "4"]

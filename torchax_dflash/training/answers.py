@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -38,6 +39,8 @@ def answer(
     store: SequenceStore,
     *,
     max_tokens: int,
+    sampled_share: float,
+    temperature: float,
     refuse: Callable[[str], bool],
     on_answer: Callable[[AnswerProgress], None],
 ) -> AnswerProgress:
@@ -48,20 +51,37 @@ def answer(
         prompts: may be endless if `on_answer` stops the run.
         store: where answers go; a prompt it already holds is not asked again.
         max_tokens: most tokens of an answer.
+        sampled_share: of prompts whose answers are drawn; the others are greedy.
+        temperature: of drawn answers.
         refuse: whether a text must not be trained on.
         on_answer: called after each answer; what it raises ends the run.
 
     Raises:
-        ValueError: the target has no chat template.
+        ValueError: the target has no chat template, or a number is out of range.
     """
+    if not 0 <= sampled_share <= 1:
+        raise config_error(
+            "--sampled-share", "0 to 1", sampled_share, "0 makes all answers greedy."
+        )
+
+    def params_of(prompt: TrainingPrompt) -> SamplingParams:
+        # By content, so that a prompt is treated alike whenever it is asked.
+        digest = zlib.crc32(prompt.text.encode())
+        sampled = digest % 1000 < 1000 * sampled_share
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature if sampled else 0.0,
+            seed=digest,
+        )
+
     progress = AnswerProgress()
     known = {sequence.prompt for sequence in store}
     fresh = _askable(generator, prompts, known, max_tokens, refuse, progress)
     while portion := list(islice(fresh, _PORTION)):
-        stream = generator.stream(
-            [token_ids for _, token_ids in portion],
-            SamplingParams(max_tokens=max_tokens),
-        )
+        # Drawn ones last: a batch without any is faster.
+        portion.sort(key=lambda item: params_of(item[0]).temperature)
+        params = [params_of(prompt) for prompt, _ in portion]
+        stream = generator.stream([token_ids for _, token_ids in portion], params)
         for event in stream:
             if event.output.finish_reason is None:
                 continue
@@ -70,7 +90,7 @@ def answer(
                 TokenSequence(
                     prompt=prompt.text,
                     kind=prompt.kind,
-                    temperature=0.0,
+                    temperature=params[event.index].temperature,
                     num_prompt_tokens=len(token_ids),
                     token_ids=[*token_ids, *event.output.token_ids],
                 )

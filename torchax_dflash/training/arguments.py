@@ -64,6 +64,10 @@ def _add_generate(steps: Any) -> None:
     add("--num-prompts", type=int, default=2000,
         help="of the prompts, so many at most (default: 2000; 0: none)")  # fmt: skip
     add("--max-tokens", type=int, default=224, help="of an answer (default: 224)")
+    add("--sampled-share", type=float, default=0.15, metavar="X",
+        help="of the answers, drawn instead of greedy (default: 0.15)")  # fmt: skip
+    add("--temperature", type=float, default=0.8, metavar="X",
+        help="of drawn answers (default: 0.8)")  # fmt: skip
     add("--max-model-len", type=int, default=512,
         help="of a prompt and its answer (default: 512)")  # fmt: skip
     add("--max-num-seqs", type=int, default=64,
