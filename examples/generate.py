@@ -84,6 +84,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="drafts a step, at most the draft's block size - 1 (default: that, but at "
         "most 3 on a CPU, where verifying more rows costs more)",
     )
+    sampling = parser.add_argument_group("sampling (greedy without --temperature)")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="0: all")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument("--seed", type=int, help="the same one, the same answers")
+    sampling.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="answers to each prompt"
+    )
+    sampling.add_argument(
+        "--draft-sample-method",
+        choices=["greedy", "probabilistic"],
+        default="probabilistic",
+        help="propose the draft's likeliest tokens, or draw them, which is accepted "
+        "more often (default: probabilistic)",
+    )
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--ignore-eos", action="store_true", help="go on after the end of the answer")
     add("--compare", action="store_true", help="also decode plainly, and compare")
@@ -125,6 +141,21 @@ def run(arguments: argparse.Namespace) -> int:
         render(tokenizer, prompt, arguments.chat)
         for prompt in arguments.prompts or [DEMO_PROMPT]
     ]
+    if arguments.num_samples < 1:
+        raise ValueError(
+            f"--num-samples: expected at least 1, got {arguments.num_samples}."
+        )
+    prompts = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        ignore_eos=arguments.ignore_eos,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+    )
+    params.check()  # complains before the long work
     with progress_bar() as progress:
         progress.add_task("Loading weights", total=None)
         target = TargetModel.from_pretrained(target_folder, dtype=arguments.dtype)
@@ -142,11 +173,14 @@ def run(arguments: argparse.Namespace) -> int:
         "max_num_seqs": min(len(prompts), MAX_BATCH),
         "steps_per_visit": 4,
     }
-    generator = Generator(target, draft, num_speculative_tokens=k, **common)
-    params = SamplingParams(
-        max_tokens=arguments.max_tokens, ignore_eos=arguments.ignore_eos
+    generator = Generator(
+        target,
+        draft,
+        num_speculative_tokens=k,
+        draft_sample_method=arguments.draft_sample_method,
+        **common,
     )
-    events = generator.stream(prompts, params)  # complains before the long work
+    events = generator.stream(prompts, params)  # likewise
     warm_up(generator, "Compiling")
     outputs, interrupted = collect(events, prompts, show=not arguments.json)
     report: dict[str, Any] = {
@@ -158,6 +192,8 @@ def run(arguments: argparse.Namespace) -> int:
         warm_up(plain, "Compiling plain decoding")
         baseline = plain.generate(prompts, params)
         report |= comparison(outputs, baseline, generator, plain)
+        if arguments.temperature:
+            del report["identical"]  # drawn otherwise, from the same distribution
     if arguments.json:
         print(json.dumps(as_json(outputs, report)))
     else:
@@ -281,6 +317,7 @@ def show_report(
         table.add_row("plain decoding", plain)
         if report["speedup"]:
             table.add_row("speed-up", f"{report['speedup']:.2f}x")
+    if "identical" in report:
         table.add_row("same tokens", "yes" if report["identical"] else "[red]no[/red]")
     if report["recompilations"]:
         table.add_row("recompilations", f"[red]{report['recompilations']}[/red]")

@@ -59,6 +59,7 @@ class SamplingParams:
 
     def of_each(self, count: int) -> list[SamplingParams]:
         """For several prompts: the same, but with seeds that follow each other."""
+        self.check()
         if self.seed is None:
             return [self] * count
         return [replace(self, seed=(self.seed + i) % 2**32) for i in range(count)]

@@ -90,25 +90,48 @@ def probabilities(logits: jax.Array, settings: SamplingState) -> jax.Array:
     logits = logits.astype(jnp.float32)
     draws = settings.draws[:, None, None]
     scaled = logits / jnp.where(draws, settings.temperature[:, None, None], 1)
-    plain = jax.nn.softmax(scaled)
-    enough = settings.min_p[:, None, None] * plain.max(-1, keepdims=True)
-    scaled = jnp.where(plain >= enough, scaled, -jnp.inf)
+    filtered = jax.lax.cond(
+        ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0)).any(),
+        lambda: _filtered(scaled, settings),
+        lambda: scaled,
+    )
+    chosen = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return jnp.where(draws, jax.nn.softmax(filtered), chosen)
 
-    ordered = jnp.flip(jnp.sort(scaled), axis=-1)
-    size = logits.shape[-1]
-    top_k = settings.top_k[:, None, None]
-    last = jnp.clip(jnp.where(top_k > 0, top_k, size), 1, size) - 1
-    last = jnp.broadcast_to(last, (*ordered.shape[:2], 1))
-    in_k = ordered >= jnp.take_along_axis(ordered, last, axis=-1)
-    of_k = jax.nn.softmax(jnp.where(in_k, ordered, -jnp.inf))
-    before = jnp.cumsum(of_k, axis=-1) - of_k
-    top_p = settings.top_p[:, None, None]
-    kept = in_k & ((before < top_p) | (top_p >= 1))
-    least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-    drawn = jax.nn.softmax(jnp.where(scaled >= least, scaled, -jnp.inf))
 
-    chosen = jax.nn.one_hot(jnp.argmax(logits, axis=-1), size)
-    return jnp.where(draws, drawn, chosen)
+def _filtered(logits: jax.Array, settings: SamplingState) -> jax.Array:
+    """Logits of tokens that min-p, top-k and top-p exclude become -inf."""
+    top_k, top_p, min_p = (
+        setting[:, None, None]
+        for setting in (settings.top_k, settings.top_p, settings.min_p)
+    )
+    probs = jax.nn.softmax(logits)
+    enough = probs >= min_p * probs.max(-1, keepdims=True)
+    logits = jnp.where(enough, logits, -jnp.inf)
+    ones = jnp.ones(logits.shape, jnp.float32)
+    in_k = _likeliest(logits, ones, top_k.astype(jnp.float32)) | (top_k == 0)
+    logits = jnp.where(in_k, logits, -jnp.inf)
+    in_p = _likeliest(logits, jax.nn.softmax(logits), top_p) | (top_p >= 1)
+    return jnp.where(in_p, logits, -jnp.inf)
+
+
+def _likeliest(logits: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array:
+    """The fewest of the highest logits whose weights together reach `needed`.
+
+    Instead of sorting a vocabulary, finds the lowest logit that is kept bit by bit: as
+    unsigned numbers in the same order, the largest threshold that is reached.
+    """
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    ordered = jnp.where(bits & sign, ~bits, bits | sign)
+
+    def one_bit(index: jax.Array, threshold: jax.Array) -> jax.Array:
+        higher = threshold | (sign >> index.astype(jnp.uint32))
+        weight = jnp.where(ordered >= higher, weights, 0).sum(-1, keepdims=True)
+        return jnp.where(weight >= needed, higher, threshold)
+
+    lowest = jnp.zeros((*logits.shape[:-1], 1), jnp.uint32)
+    return ordered >= jax.lax.fori_loop(0, 32, one_bit, lowest)
 
 
 def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
