@@ -8,7 +8,7 @@ BIN := .venv/bin
 SERVING := .venv-serving/bin
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-serving serve bench lint format clean
+.PHONY: demo test test-serving serve train bench lint format clean
 
 demo: .venv/.installed  ## answer a question with DFlash, and compare with plain decoding
 	@$(BIN)/python examples/generate.py --compare
@@ -27,6 +27,12 @@ serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pa
 		--host 127.0.0.1 --port 8000 --max-model-len 1024 --max-num-seqs 4 \
 		--max-num-batched-tokens 128 --speculative-config \
 		'{"method": "dflash", "model": "examples/smollm2-135m-dflash", "num_speculative_tokens": 3}'
+
+RUN := runs/SmolLM2-135M-Instruct
+train: .venv/.installed-train  ## train the demo draft further, for hours; after Ctrl-C, again to go on
+	$(BIN)/python scripts/train_draft.py generate --store-features
+	$(BIN)/python scripts/train_draft.py train
+	$(BIN)/python scripts/train_draft.py evaluate --draft $(RUN)/run/draft --run $(RUN)/run
 
 bench: .venv/.installed-dev  ## the figures of the README, on this machine
 	@$(BIN)/python scripts/benchmark.py
@@ -53,6 +59,10 @@ clean:
 .venv/.installed: .venv/bin/python pyproject.toml
 	@echo "Installing into .venv (the first time: several minutes, about 6 GB, mostly torch)"
 	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/.installed-train: .venv/.installed pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[train]'
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed pyproject.toml

@@ -9,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import functools
+import importlib.util
 import time
 from types import SimpleNamespace
 
@@ -32,6 +33,9 @@ from transformers import (
 )
 
 from torchax_dflash import DraftModel, TargetModel
+
+# The environment of serving has no training packages; its tests are marked `vllm`.
+collect_ignore_glob = ["test_train*.py"] if importlib.util.find_spec("vllm") else []
 
 # JAX's threads and PyTorch's would fight for the same cores.
 torch.set_num_threads(1)

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 # Context rows read at a time; fewer programs and less copying than whole tables.
 _TILE = 128
+# Up to this many query rows (of all heads), heads share one product; see _fold_heads.
+_FOLDED_ROWS = 48
 _MASKED = -1e30
 
 
@@ -61,6 +63,10 @@ def paged_attention(
     batch, num_heads, rows, head_dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, -1, head_dim)  # [B, H, N/H * Q, K]
+    folded = kv_heads > 1 and num_heads * rows <= _FOLDED_ROWS
+    if folded:
+        grouped, key, value = _fold_heads(grouped, key, value)
+        kv_heads, head_dim = 1, kv_heads * head_dim
     query_pos = context_lens[:, None] + jnp.arange(rows)  # [B, Q]
 
     def fold(carry, keys, values, key_pos, exists):
@@ -132,7 +138,41 @@ def paged_attention(
     _, norm, out = jax.lax.fori_loop(first, last, read_tile, carry)
 
     out = jnp.where(norm[..., None] > 0, out / norm[..., None], 0)
+    if folded:
+        out = _unfold_heads(out, query.shape[-1])
     return out.astype(query.dtype).reshape(query.shape)
+
+
+def _fold_heads(
+    query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """H heads as one of H times the width; a query is zero where other heads lie.
+
+        query [B, H, M, K] -> [B, 1, H * M, H * K]      q0  0  0
+        key   [B, H, S, K] -> [B, 1, S, H * K]           0 q1  0    M rows each
+                                                         0  0 q2
+
+    Pages hold the heads of a row side by side, so a tile is multiplied as it lies,
+    without being transposed. The extra products are with zeros, and with few rows a
+    matrix unit has room for them.
+    """
+    batch, heads, rows, width = query.shape
+    apart = jnp.eye(heads, dtype=query.dtype)[:, None, :, None]
+    wide = query[:, :, :, None] * apart  # [B, H, M, H, K]
+
+    def side_by_side(states: jax.Array) -> jax.Array:
+        return states.swapaxes(1, 2).reshape(batch, 1, -1, heads * width)
+
+    wide = wide.reshape(batch, 1, heads * rows, heads * width)
+    return wide, side_by_side(key), side_by_side(value)
+
+
+def _unfold_heads(out: jax.Array, head_dim: int) -> jax.Array:
+    """[B, 1, H * M, H * K] -> [B, H, M, K], each head's own part of the width."""
+    batch, _, _, width = out.shape
+    heads = width // head_dim
+    out = out.reshape(batch, heads, -1, heads, head_dim)
+    return jnp.stack([out[:, head, :, head] for head in range(heads)], axis=1)
 
 
 def _pad_to_multiple(page_table: jax.Array, multiple: int) -> jax.Array:

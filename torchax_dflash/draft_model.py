@@ -259,7 +259,7 @@ def draft_logits(
         context_lens=context_lens,
         block_lens=block_lens,
     )
-    return _logits(draft, target, hidden[:, 1:])
+    return head_logits(draft, target, hidden[:, 1:])
 
 
 @partial(jax.jit, static_argnames="num_speculative_tokens")
@@ -275,8 +275,17 @@ def draft_tokens(
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
-    """Through the target's head, by the module's own `compute_logits` if it has one."""
+def head_logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
+    """Through the target's head, by the module's own `compute_logits` if it has one.
+
+    Args:
+        draft: the model.
+        target: lends its head.
+        hidden: [..., D], the module's output.
+
+    Returns:
+        [..., V], or as many as `target.project` gives.
+    """
     module: Any = draft.module.module
 
     def head(rows: torch.Tensor) -> torch.Tensor:

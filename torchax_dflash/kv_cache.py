@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import torch
 from torchax.interop import jax_view
 
+from torchax_dflash.attention import paged_attention
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -137,6 +139,40 @@ class StaticKVCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are always passed explicitly, never counted from the cache."""
         return 0
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        layer_idx: int,
+        scale: float,
+        is_causal: bool,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> jax.Array:
+        """Attention of own rows to the stored context and each other.
+
+        See `paged_attention`; without a page table, zeros.
+        """
+        if self.page_table is None:
+            return jnp.zeros_like(query)
+        assert self.context_lens is not None
+        assert self.block_lens is not None
+        return paged_attention(
+            query,
+            key,
+            value,
+            pages=self.pool.layers[layer_idx],
+            page_table=self.page_table,
+            context_lens=self.context_lens,
+            block_lens=self.block_lens,
+            scale=scale,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
 
 
 @jax.jit

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torchax_dflash.config import DFlashConfig
+from torchax_dflash.config import DFlashConfig, TargetConfig
 
 _BY_HEAD = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _BY_OUTPUT = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc"})
@@ -23,14 +23,19 @@ _BY_INPUT = frozenset({"o_proj", "down_proj"})
 
 
 def param_sharding(
-    name: str, shape: tuple[int, ...], *, config: DFlashConfig, mesh: Mesh, axis: str
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    config: DFlashConfig | TargetConfig,
+    mesh: Mesh,
+    axis: str,
 ) -> NamedSharding:
-    """Where one of the draft's parameters lies.
+    """Where one of a model's parameters lies.
 
     Args:
         name: as in the module, like "layers.0.self_attn.q_proj.weight".
         shape: linear weights are [in, out], biases [out].
-        config: the draft's.
+        config: the model's.
         mesh: the devices.
         axis: the mesh axis to split over.
     """

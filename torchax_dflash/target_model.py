@@ -101,6 +101,12 @@ class TargetModel:
         name = _weight_name(self.module, "get_output_embeddings")
         return hidden @ self.params[dict(self.module.tied).get(name, name)]
 
+    def project_to(self, hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
+        """Raw logits of some tokens only, [..., D] and int32 [R] -> [..., R]."""
+        name = _weight_name(self.module, "get_output_embeddings")
+        weight = self.params[dict(self.module.tied).get(name, name)]
+        return hidden @ jnp.take(weight, token_ids, axis=1)
+
     def make_pool(self, *, num_pages: int, page_size: int) -> KVPool:
         """An empty cache for this model."""
         return KVPool.zeros(

@@ -87,6 +87,7 @@ def build_module(module_class: type[torch.nn.Module], hf_config: Any) -> TorchMo
     return TorchModule(
         module=module,
         linear_weights=linear_weights,
+        num_layers=hf_config.get_text_config().num_hidden_layers,
         sliding_layers=sliding_layers(hf_config),
     )
 

@@ -1,0 +1,311 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Train a DFlash draft for a target model.
+
+Four steps; each goes on where it was interrupted, shows its progress, and logs JSON
+lines. Without arguments they work on the demo pair (SmolLM2-135M-Instruct and the draft
+in examples/):
+
+  generate   ask the target thousands of questions and keep its answers
+  train      train a draft on them, from an older draft or from the target's last layers
+  export     write the trained draft as a checkpoint folder
+  evaluate   measure what the target accepts, on questions that were never trained on
+
+Everything lies in one folder, runs/NAME unless --folder says otherwise:
+
+  runs/NAME/data/sequences.jsonl    answers           (generate)
+  runs/NAME/data/log.jsonl          how fast          (generate)
+  runs/NAME/data/features/          hidden states     (generate --store-features)
+  runs/NAME/RUN/log.jsonl           losses            (train)
+  runs/NAME/RUN/checkpoints/        to resume from    (train)
+  runs/NAME/RUN/draft/              the draft         (train, export)
+
+Examples:
+  train_draft.py generate --num-prompts 2000
+  train_draft.py generate --target Qwen/Qwen3-4B --prompts questions.jsonl
+  train_draft.py train --stages 4:0.6,8:0.4 --steps 4000
+  train_draft.py evaluate --draft runs/SmolLM2-135M-Instruct/run/draft
+  train_draft.py STEP --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer
+
+from torchax_dflash import DraftModel, Generator, TargetModel
+from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
+from torchax_dflash.training import report
+from torchax_dflash.training.answers import AnswerProgress, answer
+from torchax_dflash.training.arguments import parse_arguments
+from torchax_dflash.training.batches import Batches
+from torchax_dflash.training.evaluation import Acceptance, measure
+from torchax_dflash.training.export import export
+from torchax_dflash.training.feature_store import FeatureStore
+from torchax_dflash.training.mesh import make_mesh, shard_state, shard_target
+from torchax_dflash.training.progress import ProgressBar, notes
+from torchax_dflash.training.prompts import builtin_mix, read_prompts
+from torchax_dflash.training.questions import Overlap, evaluation_questions
+from torchax_dflash.training.recipe import PRESETS, Recipe
+from torchax_dflash.training.run import Cadence, Run, stopping
+from torchax_dflash.training.sequences import SequenceStore, fingerprint
+from torchax_dflash.training.setup import prepare, starting_draft
+from torchax_dflash.training.texts import add_texts
+from torchax_dflash.training.trainer import trained_draft
+from torchax_dflash.weights import find_checkpoint
+
+DEMO_DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-dflash"
+
+screen = Console(highlight=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    try:
+        STEPS[arguments.command](arguments)
+    except (ValueError, RuntimeError, OSError) as error:
+        notes.print(Text.assemble(("error: ", "bold red"), str(error)))
+        return 2
+    except KeyboardInterrupt:
+        notes.print("interrupted; the same command goes on from here")
+        return 130
+    return 0
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Answers prompts, reads texts, and stores features if wanted."""
+    folder, place = locate(arguments)
+    hash_of_target = fingerprint(folder)
+    store = SequenceStore(place / "data", hash_of_target)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    with ProgressBar("Reading texts") as (_, update):
+        refuse = Overlap()
+        add_texts(
+            arguments.text,
+            store,
+            tokenizer,
+            length=arguments.max_model_len,
+            refuse=refuse,
+            on_text=update,
+        )
+    target = TargetModel.from_pretrained(folder, dtype=arguments.dtype)
+    if arguments.num_prompts:
+        prompts = (
+            read_prompts(arguments.prompts)
+            if arguments.prompts
+            else builtin_mix(arguments.seed)
+        )
+        generator = Generator(
+            target,
+            tokenizer=tokenizer,
+            max_model_len=arguments.max_model_len,
+            max_num_seqs=arguments.max_num_seqs,
+        )
+        with ProgressBar("Answering", store.folder / "log.jsonl") as (log, update):
+
+            def on_answer(progress: AnswerProgress) -> None:
+                update(progress.answers, arguments.num_prompts)
+                if progress.answers % 100 == 0:
+                    log(dataclasses.asdict(progress))
+
+            answer(
+                generator,
+                islice(prompts, arguments.num_prompts),
+                store,
+                max_tokens=arguments.max_tokens,
+                sampled_share=arguments.sampled_share,
+                temperature=arguments.temperature,
+                refuse=refuse,
+                on_answer=on_answer,
+            )
+    if arguments.store_features:
+        layer_ids = arguments.target_layer_ids or demo_layer_ids(arguments)
+        features = FeatureStore(store.folder / "features", hash_of_target, layer_ids)
+        with ProgressBar("Features") as (_, update):
+            features.add(target, list(store), layer_ids, update)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Trains, and exports the result."""
+    folder, place = locate(arguments)
+    recipe = recipe_of(arguments)
+    hash_of_target = fingerprint(folder)
+    store = SequenceStore(arguments.data or place / "data", hash_of_target)
+    target = TargetModel.from_pretrained(folder, dtype=arguments.dtype)
+    mesh = mesh_of(arguments.mesh)
+    if mesh is not None:
+        target = shard_target(target, mesh)
+    sequences = list(store)
+    init = arguments.init or ("new" if arguments.target else DEMO_DRAFT)
+    draft = starting_draft(
+        init,
+        folder,
+        target,
+        sequences,
+        num_layers=arguments.num_layers,
+        block_size=recipe.largest_block,
+        mask_token_id=arguments.mask_token_id,
+        target_layer_ids=arguments.target_layer_ids,
+        seed=recipe.seed,
+    )
+    layer_ids = draft.config.target_layer_ids
+    features = store.folder / "features"
+    stored = (
+        FeatureStore(features, hash_of_target, layer_ids) if features.is_dir() else None
+    )
+    if stored is not None:
+        sequences = sequences[: len(stored)]
+    batches = Batches(
+        sequences, recipe, target=target, layer_ids=layer_ids, store=stored, mesh=mesh
+    )
+    state, frozen = prepare(draft, target, batches, recipe)
+    run = Run(
+        folder=place / arguments.name,
+        recipe=recipe,
+        frozen=frozen,
+        batches=batches,
+        about={"target": hash_of_target, "init": str(init)},
+        cadence=Cadence(
+            checkpoint=arguments.checkpoint_every, held_out=arguments.held_out_every
+        ),
+    )
+    state = run.resume(state)
+    if mesh is not None:
+        state, run.frozen = shard_state(state, frozen, mesh)
+    notes.print(
+        f"{len(batches.train)} sequences, {batches.steps_per_epoch} steps an epoch; "
+        f"features {'from disk' if stored else 'made while training'}; "
+        f"from step {int(state.step)} of {recipe.steps}"
+    )
+    with ProgressBar("Training") as (log, update), stopping(run):
+
+        def on_step(step: int, line: dict[str, Any] | None) -> None:
+            update(step, recipe.steps)
+            if line is not None:
+                log(line)
+
+        state = run.train(state, on_step)
+    export(trained_draft(state, run.frozen, "float32"), run.folder / "draft")
+    notes.print(f"the draft as it is now: {run.folder / 'draft'}")
+    if run.stopped:
+        raise KeyboardInterrupt
+
+
+def export_again(arguments: argparse.Namespace) -> None:
+    """Writes a draft in another format."""
+    draft = DraftModel.from_pretrained(arguments.draft)
+    target = arguments.target or DEMO_TARGET
+    export(
+        draft,
+        arguments.out,
+        dtype=arguments.dtype,
+        speculators_for=target if arguments.speculators else None,
+    )
+    notes.print(f"written: {arguments.out}")
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Measures acceptance and writes the report."""
+    folder, place = locate(arguments)
+    draft_folder = find_checkpoint(arguments.draft or DEMO_DRAFT)
+    draft = DraftModel.from_pretrained(draft_folder, dtype=arguments.dtype)
+    target = TargetModel.from_pretrained(folder, dtype=arguments.dtype)
+    generator = Generator(
+        target,
+        draft,
+        tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        max_model_len=1024,
+        max_num_seqs=arguments.max_num_seqs,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+    )
+    found: dict[str, Acceptance] = {}
+    for name in arguments.sets:
+        questions = evaluation_questions(name)[: arguments.num_prompts]
+        with ProgressBar(name) as (_, update):
+            found[name] = measure(
+                generator, questions, max_tokens=arguments.max_tokens, on_answer=update
+            )
+    report.write(
+        arguments.out or place / "report",
+        found,
+        report.Subject(
+            draft=draft,
+            draft_folder=draft_folder,
+            target=arguments.target or DEMO_TARGET,
+            target_hash=fingerprint(folder),
+            dtype=arguments.dtype,
+            max_tokens=arguments.max_tokens,
+            run=arguments.run,
+        ),
+    )
+    table = Table("set", "tau", "accepted at 1, 2, …", "prompts", "tokens")
+    for name, acceptance in found.items():
+        shares = " ".join(f"{share:.0%}" for share in acceptance.accepted)
+        counts = (str(acceptance.prompts), str(acceptance.tokens))
+        table.add_row(name, f"{acceptance.tau:.2f}", shares, *counts)
+    screen.print(table)
+
+
+def locate(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The target's checkpoint, and the folder of everything."""
+    folder = find_checkpoint(arguments.target) if arguments.target else demo_target()
+    name = arguments.target or DEMO_TARGET
+    return folder, arguments.folder or Path("runs") / Path(name).name
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The preset, with what the command line changes."""
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(Recipe)
+        if getattr(arguments, field.name) is not None
+    }
+    return dataclasses.replace(PRESETS[arguments.preset], **given)
+
+
+def mesh_of(shape: tuple[int, ...] | None) -> Mesh | None:
+    """The mesh asked for; None for a single device."""
+    shape = shape or (jax.device_count(), 1)
+    if len(shape) != 2:
+        raise ValueError(
+            f"--mesh: expected two numbers, like 4,2, got {shape}. The first is how "
+            "many devices share a batch, the second how many share the weights."
+        )
+    return None if shape == (1, 1) else make_mesh(*shape)
+
+
+def demo_layer_ids(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """The demo draft's tapped layers."""
+    if arguments.target:
+        raise ValueError(
+            "--target-layer-ids: expected the layers that the draft will tap, got "
+            "none. Name them, for example 1,9,17,25,33."
+        )
+    return DraftModel.from_pretrained(DEMO_DRAFT).config.target_layer_ids
+
+
+STEPS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "generate": generate,
+    "train": train,
+    "export": export_again,
+    "evaluate": evaluate,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of long work on stderr: a bar in a terminal, JSON lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+notes = Console(stderr=True, highlight=False)
+"""For everything that is no result."""
+
+
+class ProgressBar:
+    """Shown while entered; gives `log(line)` and `update(done, total)`."""
+
+    def __init__(self, what: str, log: Path | None = None) -> None:
+        """Prepares a bar.
+
+        Args:
+            what: what is being done.
+            log: a file that gets the lines too.
+        """
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[news]}"),
+        )
+        self._what, self._file = what, log
+        self._progress = Progress(*columns, console=notes, transient=True)
+        self._task = self._progress.add_task(what, total=None, news="")
+
+    def __enter__(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Starts it."""
+        self._progress.start()
+        return self._log, self._update
+
+    def __exit__(self, *_: object) -> None:
+        """Takes it away."""
+        self._progress.stop()
+
+    def _log(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(line | {"time": round(time.time(), 1)}) + "\n")
+        if notes.is_terminal:
+            shown = ("tau", "loss", "tokens")
+            news = " ".join(f"{k} {line[k]:.4g}" for k in shown if k in line)
+            self._progress.update(self._task, news=news)
+        else:
+            print(json.dumps({"what": self._what} | line), file=sys.stderr, flush=True)
+
+    def _update(self, done: int, total: int | None = None) -> None:
+        self._progress.update(self._task, completed=done, total=total)

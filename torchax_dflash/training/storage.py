@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are there whole or not at all, whenever a run is interrupted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Writes a text.
+
+    Raises:
+        OSError: it cannot be written; what was there before is unharmed.
+    """
+    scratch = _scratch(file)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file.
+
+    Raises:
+        OSError: it cannot be written; what was there before is unharmed.
+    """
+    scratch = _scratch(file)
+    try:
+        contiguous = {n: np.asarray(array, order="C") for n, array in tensors.items()}
+        save_file(contiguous, scratch, metadata={"format": "pt"})
+        scratch.replace(file)
+    except SafetensorError as error:  # wraps errors of the operating system
+        megabytes = sum(array.nbytes for array in tensors.values()) / 1e6
+        raise OSError(
+            f"{file}: expected room for {megabytes:.0f} MB, got {error}. Make room, "
+            "then give the same command again: nothing finished is lost."
+        ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _scratch(file: Path) -> Path:
+    return file.with_name(f".{file.name}.{os.getpid()}")
