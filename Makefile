@@ -17,7 +17,7 @@ test: .venv/.installed-dev  ## the tests of everything but serving
 	@$(BIN)/python -m pytest -m 'not vllm'
 
 test-serving: .venv-serving/.installed  ## the tests of serving, on the real vLLM
-	@$(SERVING)/python -m pytest -m vllm
+	@$(SERVING)/python -m pytest -m vllm tests/test_serving*.py tests/test_server.py tests/test_plugin.py
 
 serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pair, on this CPU
 	@target=$$($(SERVING)/python -c 'from torchax_dflash.demo import demo_target as d; print(d())') && \
