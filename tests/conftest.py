@@ -9,11 +9,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import functools
+import gc
 import importlib.util
 import time
 from types import SimpleNamespace
 
 import dflash.model
+import jax
 import pytest
 import torch
 from dflash.model import DFlashDraftModel, dflash_generate
@@ -223,6 +225,17 @@ def _cpu_clock():
     original, dflash.model._cuda_time = dflash.model._cuda_time, time.perf_counter
     yield
     dflash.model._cuda_time = original
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """XLA maps each compiled program into memory, and a process has 65,530 mappings.
+
+    One process for all tests would come near that, and then it crashes.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
