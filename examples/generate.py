@@ -41,6 +41,7 @@ from torchax_dflash import (
     TargetModel,
 )
 from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
+from torchax_dflash.text import chat_token_ids
 from torchax_dflash.weights import find_checkpoint
 
 DEMO_DRAFT = Path(__file__).parent / "smollm2-135m-dflash"
@@ -214,12 +215,7 @@ def render(tokenizer: Any, prompt: str, chat: bool | None) -> list[int]:
             "--chat: expected a target with a chat template, got one without. "
             "Use --no-chat."
         )
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    return tokenizer(text, add_special_tokens=False).input_ids
+    return chat_token_ids(tokenizer, prompt)
 
 
 def progress_bar() -> Progress:

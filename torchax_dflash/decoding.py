@@ -58,7 +58,7 @@ def prefill(
         penalties: float32 [3]: repetition, presence, frequency.
 
     Returns:
-        The state, the token after the chunk, int32 [1], and its log-probability.
+        The state, the token after the chunk, int32 [], and its log-probability.
     """
     page_table = state.page_table[row][None]
     context_lens, block_lens = start[None], length[None]

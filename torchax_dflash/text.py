@@ -79,3 +79,13 @@ class TextStream:
             segments.append((taken, from_draft))
             self._emitted += len(taken)
         return segments
+
+
+def chat_token_ids(tokenizer: Any, question: str) -> list[int]:
+    """A question in the tokenizer's chat template, up to where the answer starts."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    return tokenizer(text, add_special_tokens=False).input_ids

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from torchax_dflash import text
 from torchax_dflash.config import config_error
 from torchax_dflash.generator import Generator
 from torchax_dflash.request import SamplingParams
@@ -114,12 +115,7 @@ def chat_token_ids(tokenizer: Any, question: str) -> list[int]:
             None,
             "Use an instruction-tuned target, or train on texts (--text).",
         )
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    return tokenizer(text, add_special_tokens=False).input_ids
+    return text.chat_token_ids(tokenizer, question)
 
 
 def _askable(
