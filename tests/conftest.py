@@ -19,7 +19,7 @@ import dflash.model
 import jax
 import pytest
 import torch
-from dflash.model import DFlashDraftModel, dflash_generate
+from dflash.model import DFlash2DraftModel, DFlashDraftModel, dflash_generate
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -42,6 +42,14 @@ collect_ignore_glob = ["test_train*.py"] if importlib.util.find_spec("vllm") els
 
 # JAX's threads and PyTorch's would fight for the same cores.
 torch.set_num_threads(1)
+
+DFLASH2 = {
+    "conv_kernel_size": 3,
+    "conv_group_size": 16,
+    "selector_rank": 8,
+    "selector_top_k": 6,
+}
+"""What makes a draft's `dflash_config` a DFlash-2 one."""
 
 VOCAB, HIDDEN, TARGET_LAYERS, BLOCK, MASK_ID, EOS_ID = 32, 64, 4, 6, 5, 2
 
@@ -99,17 +107,27 @@ def make_torch_target(family: str, *, tied: bool, seed: int = 0, **overrides):
 def make_torch_draft(
     seed: int = 1, *, layers: int = 2, block: int = BLOCK, **overrides
 ):
-    """A random draft; `overrides` go into its config."""
+    """A random draft; `overrides` go into its config.
+
+    With the fields of `DFLASH2` in `dflash_config`, a DFlash-2 draft.
+    """
     torch.manual_seed(seed)
     dflash_config = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 2, 3]}
     dflash_config |= overrides.pop("dflash_config", {})
     settings = {"tie_word_embeddings": True, "initializer_range": 0.15}
     config = Qwen3Config(num_hidden_layers=layers, **(_SIZES | settings | overrides))
-    config.architectures = ["DFlashDraftModel"]
+    second = "selector_rank" in dflash_config
+    draft_class = DFlash2DraftModel if second else DFlashDraftModel
+    config.architectures = [draft_class.__name__]
     config.num_target_layers = TARGET_LAYERS
     config.block_size = block
     config.dflash_config = dflash_config
-    return DFlashDraftModel(config).eval()
+    draft = draft_class(config).eval()
+    for name, parameter in draft.named_parameters():
+        if name.endswith("base_kernel"):  # left uninitialised by the class
+            with torch.no_grad():
+                parameter.normal_(std=0.2)[:, 0] += 1
+    return draft
 
 
 def continuations(target: nn.Module) -> torch.Tensor:
@@ -145,9 +163,13 @@ def train_draft(
             noise_embedding=embedding[noise],
             position_ids=torch.arange(start + size)[None],
         )
+        logits = hidden[:, 1:] @ head.T
+        if isinstance(draft, DFlash2DraftModel):
+            logits = logits + _pair_scores(
+                draft.candidate_selector, hidden[:, 1:], ids[:, start : start + size]
+            )
         loss = nn.functional.cross_entropy(
-            (hidden[:, 1:] @ head.T).flatten(0, 1),
-            ids[:, start + 1 : start + size].flatten(),
+            logits.flatten(0, 1), ids[:, start + 1 : start + size].flatten()
         )
         optimizer.zero_grad()
         loss.backward()
@@ -155,11 +177,19 @@ def train_draft(
     draft.requires_grad_(False)
 
 
+def _pair_scores(selector: nn.Module, hidden: torch.Tensor, block: torch.Tensor):
+    """What a selector adds to logits if each choice before was right, [N, K, V]."""
+    before = selector.predecessor_codebook(block[:, :-1])
+    return (before * selector.hidden_projection(hidden)) @ (
+        selector.successor_codebook.weight.T
+    )
+
+
 @functools.cache
-def pair(family: str, tied: bool) -> SimpleNamespace:
+def pair(family: str, tied: bool, dflash2: bool = False) -> SimpleNamespace:
     """A tiny target and a draft trained on it: in PyTorch and in ours."""
     torch_target = make_torch_target(family, tied=tied)
-    torch_draft = make_torch_draft()
+    torch_draft = make_torch_draft(dflash_config=DFLASH2 if dflash2 else {})
     train_draft(torch_draft, torch_target, continuations(torch_target))
     return SimpleNamespace(
         torch_target=torch_target,

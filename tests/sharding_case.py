@@ -11,7 +11,8 @@ from conftest import VOCAB, make_torch_draft, make_torch_target
 from jax.sharding import Mesh
 
 from torchax_dflash import DraftModel, TargetModel
-from torchax_dflash.draft_model import draft_hidden_states, draft_tokens, ingest
+from torchax_dflash.draft_model import draft_hidden_states, ingest
+from torchax_dflash.drafting import draft_tokens
 from torchax_dflash.kv_cache import slots_of
 
 LENGTHS = [11, 3, 0, 25]

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import BLOCK, TARGET_LAYERS, VOCAB, make_torch_draft, pair
-from dflash.model import DFlash2DraftModel
+from conftest import BLOCK, DFLASH2, TARGET_LAYERS, VOCAB, make_torch_draft, pair
 from safetensors.torch import load_file, save_file
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
@@ -272,13 +271,22 @@ def test_linear_attention_targets_are_refused(target_folder, tmp_path):
     assert_four_parts(error, "layer_types")
 
 
-def test_drafts_with_a_selector_are_refused():
-    module = make_torch_draft()
-    config = module.config
-    config.dflash_config |= {
-        "conv_kernel_size": 2, "conv_group_size": 16,
-        "selector_rank": 4, "selector_top_k": 4,
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("conv_kernel_size", None),
+        ("conv_kernel_size", 0),
+        ("conv_group_size", 24),
+        ("conv_group_size", "16"),
+        ("selector_rank", -1),
+        ("selector_top_k", VOCAB + 1),
+        ("selector_depth", 2),
+    ],
+)
+def test_dflash2_configs(tmp_path, field, value):
+    folder = tmp_path / "draft"
+    make_torch_draft(dflash_config=DFLASH2).save_pretrained(folder)
+    edit_config(folder, {f"dflash_config.{field}": value})
     with pytest.raises(ValueError, match="expected") as error:
-        DraftModel.from_torch(DFlash2DraftModel(config))
-    assert_four_parts(error, "architectures")
+        DraftModel.from_pretrained(folder)
+    assert_four_parts(error, "dflash_config" if "depth" in field else field)

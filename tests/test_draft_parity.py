@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import BLOCK, HIDDEN, MASK_ID, make_torch_draft, pair
+from conftest import BLOCK, DFLASH2, HIDDEN, MASK_ID, make_torch_draft, pair
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchax_dflash import DraftModel
-from torchax_dflash.draft_model import draft_hidden_states, draft_tokens, ingest
+from torchax_dflash.draft_model import draft_hidden_states, ingest
+from torchax_dflash.drafting import draft_tokens
 from torchax_dflash.kv_cache import KVPool, slots_of
 
 PAGE_SIZE, PAGES_PER_ROW = 16, 12
@@ -35,6 +36,7 @@ VARIANTS = {
         "use_sliding_window": True,
         "is_causal": False,
     },
+    "DFlash-2": {"dflash_config": DFLASH2},
 }
 
 _hidden = jax.jit(draft_hidden_states)
@@ -120,9 +122,11 @@ def history(rng, batch: int, rounds: int, feature_size: int):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_hidden_states_equal_the_module_with_dynamic_cache(variant, dtype, atol):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_equal_the_module_with_dynamic_cache(variant, dtype):
     """The oracle computes in float32; in bfloat16 it gets the same rounded numbers."""
+    # PyTorch's own bfloat16 is 0.18 from the oracle with convolutions, else 0.05.
+    atol = {"float32": 1e-5, "bfloat16": 0.16 if variant == "DFlash-2" else 0.05}[dtype]
     rounded = getattr(torch, dtype)
     module = make_torch_draft(**VARIANTS[variant]).to(rounded).to(torch.float32)
     batch = 3

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    DFLASH2,
     continuations,
     make_torch_draft,
     make_torch_target,
@@ -50,11 +51,16 @@ PROMPT = [1, 3, 5, 1, 7]
 
 @functools.cache
 def small(draft: str) -> SimpleNamespace:
-    """A target of eight tokens, and a draft that is trained or knows nothing."""
+    """A target of eight tokens, and a draft.
+
+    Args:
+        draft: "trained", "untrained" (it knows nothing), or "DFlash-2" (trained).
+    """
     sizes = {"vocab_size": SMALL_VOCAB, "hidden_size": 32, "intermediate_size": 32}
     torch_target = make_torch_target("llama", tied=False, **sizes)
-    torch_draft = make_torch_draft(**sizes, layers=1)
-    if draft == "trained":
+    second = {"dflash_config": DFLASH2 if draft == "DFlash-2" else {}}
+    torch_draft = make_torch_draft(**sizes, **second, layers=1)
+    if draft != "untrained":
         ids = continuations(torch_target)
         train_draft(torch_draft, torch_target, ids, steps=60)
     return SimpleNamespace(
@@ -222,6 +228,14 @@ def test_the_targets_distribution(name, method):
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_the_targets_distribution_with_a_draft_that_knows_nothing(method):
     models, params = small("untrained"), SETTINGS["temperature 1"]
+    probs = exact_distribution(models.torch_target, PROMPT, params)
+    assert p_value(sampled_counts(models, params, method), probs) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_the_targets_distribution_with_a_candidate_selector(method):
+    """Its q is over the candidates; filters of the target's p are not in it."""
+    models, params = small("DFlash-2"), SETTINGS["all filters"]
     probs = exact_distribution(models.torch_target, PROMPT, params)
     assert p_value(sampled_counts(models, params, method), probs) > 1e-3
 

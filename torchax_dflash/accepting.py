@@ -11,16 +11,15 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from torchax_dflash import draft_model
 from torchax_dflash.decode_state import DecodeState
 from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.drafting import draft_tokens, draw_draft_tokens
 from torchax_dflash.penalties import Penalties
 from torchax_dflash.sampling import (
     Accepted,
     SamplingState,
     accept,
     accept_greedy,
-    draw,
     probabilities,
 )
 from torchax_dflash.target_model import TargetModel
@@ -39,28 +38,18 @@ def draft_block(
     """Draft tokens, int32 [B, K], and what they were drawn from, [B, K, V] or None."""
     if draft is None or state.draft_pool is None:
         return jnp.zeros((state.anchors.shape[0], 0), jnp.int32), None
-    logits = draft_model.draft_logits(
-        draft,
-        target,
-        state.draft_pool,
-        state.anchors,
-        page_table=state.page_table,
-        context_lens=context_lens,
-        block_lens=block_lens,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    choices = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    block = {
+        "page_table": state.page_table,
+        "context_lens": context_lens,
+        "block_lens": block_lens,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    pool = state.draft_pool
     if draft_sample_method == "greedy":
-        return choices, None
-
-    def drawn() -> tuple[jax.Array, jax.Array]:
-        probs = probabilities(logits, state.sampling)
-        return draw(probs, state.sampling.keys(state.seq_lens, 0)), probs
-
-    def chosen() -> tuple[jax.Array, jax.Array]:
-        return choices, jnp.zeros(logits.shape, jnp.float32)
-
-    return jax.lax.cond(state.sampling.draws.any(), drawn, chosen)
+        return draft_tokens(draft, target, pool, state.anchors, **block), None
+    return draw_draft_tokens(
+        draft, target, pool, state.anchors, sampling=state.sampling, **block
+    )
 
 
 def accept_block(

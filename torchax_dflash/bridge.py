@@ -112,21 +112,30 @@ class TorchModule:
         Raises:
             RuntimeError: a layer did not attend through `cache`.
         """
+        seams = {"past_key_values": cache, "static_cache": cache, "use_cache": True}
+        outputs = self.apply(
+            params, lambda module: module(**torch_view(inputs), **seams)
+        )
+        self._check_attention(cache)
+        return outputs
+
+    def apply(
+        self, params: Params, function: Callable[[Any], torch.Tensor | tuple]
+    ) -> Any:
+        """Calls `function(module)` while the module has these weights."""
         weights = {
             name: array.T if name in self.linear_weights else array
             for name, array in params.items()
         }
         weights |= {name: weights[other] for name, other in self.tied}
+        named = {f"module.{name}": array for name, array in weights.items()}
         with self.running(weights):
-            outputs = torch.func.functional_call(
-                self.module,
-                torch_view(weights),
-                kwargs=torch_view(inputs)
-                | {"past_key_values": cache, "static_cache": cache, "use_cache": True},
+            return torch.func.functional_call(
+                _Applied(self.module, function),
+                torch_view(named),
+                (),
                 tie_weights=False,
             )
-        self._check_attention(cache)
-        return outputs
 
     def _check_attention(self, cache: AttentionCache) -> None:
         """Every layer must have come to our attention, with its window if it has one.
@@ -160,6 +169,18 @@ class TorchModule:
             torch.no_grad(),
         ):
             yield
+
+
+class _Applied(torch.nn.Module):
+    """A function of a module, as a module: what `functional_call` can call."""
+
+    def __init__(self, module: torch.nn.Module, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self) -> Any:
+        return self.function(self.module)
 
 
 def attention_forward(

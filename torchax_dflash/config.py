@@ -28,6 +28,10 @@ _DFLASH_FIELDS = frozenset(
         "final_logit_softcapping",
     }
 )
+# What DFlash-2's modules read besides.
+_DFLASH2_FIELDS = frozenset(
+    {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+)
 # RoPE types whose frequencies depend on the length at run time: a traced program
 # cannot branch on it.
 _DYNAMIC_ROPE = ("dynamic", "longrope")
@@ -105,6 +109,9 @@ class DFlashConfig:
         num_key_value_heads: H of the draft.
         head_dim: K of the draft.
         input_embedding_scale: factor on the target's embeddings.
+        has_selector: DFlash-2: drafts are chosen by a candidate selector.
+        least_block_rows: fewest rows of a block that the module can run on; DFlash-2's
+            convolutions take as many from one place in the block.
     """
 
     block_size: int
@@ -117,6 +124,8 @@ class DFlashConfig:
     num_key_value_heads: int
     head_dim: int
     input_embedding_scale: float
+    has_selector: bool = False
+    least_block_rows: int = 1
 
     @property
     def feature_size(self) -> int:
@@ -124,7 +133,9 @@ class DFlashConfig:
         return len(self.target_layer_ids) * self.hidden_size
 
     @classmethod
-    def from_hf(cls, hf_config: Any, *, own_code: bool = False) -> DFlashConfig:
+    def from_hf(
+        cls, hf_config: Any, *, has_selector: bool = False, own_code: bool = False
+    ) -> DFlashConfig:
         """Reads a draft's transformers config.
 
         `block_size`, `mask_token_id` and the others are looked up in `dflash_config`
@@ -132,6 +143,7 @@ class DFlashConfig:
 
         Args:
             hf_config: the config as transformers gives it.
+            has_selector: the module is DFlash-2's.
             own_code: the checkpoint brings its own module, which may read fields of
                 `dflash_config` that are unknown here.
 
@@ -139,11 +151,12 @@ class DFlashConfig:
             ValueError: a field is missing, unknown or inconsistent.
         """
         fields = _dflash_fields(hf_config)
-        unknown = sorted(set(fields) - _DFLASH_FIELDS)
+        known = _DFLASH_FIELDS | (_DFLASH2_FIELDS if has_selector else frozenset())
+        unknown = sorted(set(fields) - known)
         if unknown and not own_code:
             raise config_error(
                 "dflash_config",
-                f"only {sorted(_DFLASH_FIELDS)}",
+                f"only {sorted(known)}",
                 unknown,
                 "These could change the result; update torchax-dflash or remove them.",
             )
@@ -171,6 +184,8 @@ class DFlashConfig:
             input_embedding_scale=float(
                 _lookup(hf_config, fields, "input_embedding_scale", 1.0)
             ),
+            has_selector=has_selector,
+            least_block_rows=_check_dflash2(hf_config, fields) if has_selector else 1,
         )
         if config.block_size < 2:
             raise config_error(
@@ -291,6 +306,30 @@ def _lookup_int(
             f"Set it in dflash_config.{name} of the draft's config.json.",
         )
     return value
+
+
+def _check_dflash2(hf_config: Any, fields: Mapping[str, Any]) -> int:
+    """Checks DFlash-2's fields; returns the fewest rows its convolutions can take."""
+    limits = {
+        "conv_kernel_size": None,
+        "conv_group_size": hf_config.hidden_size,
+        "selector_rank": None,
+        "selector_top_k": hf_config.vocab_size,
+    }
+    values = {name: _lookup_int(hf_config, fields, name) for name in limits}
+    remedy = "Correct dflash_config in the draft's config.json."
+    for name, most in limits.items():
+        if values[name] < 1 or (most and values[name] > most):
+            expected = f"1 to {most}" if most else "a positive integer"
+            raise config_error(name, expected, values[name], remedy)
+    if hf_config.hidden_size % values["conv_group_size"]:
+        raise config_error(
+            "conv_group_size",
+            f"a divisor of hidden_size, {hf_config.hidden_size}",
+            values["conv_group_size"],
+            remedy,
+        )
+    return max(1, values["conv_kernel_size"] - 1)
 
 
 def _positive_int(

@@ -38,7 +38,10 @@ from torchax_dflash.weights import (
     params_of,
 )
 
-_ARCHITECTURES = {"DFlashDraftModel": dflash.model.DFlashDraftModel}
+_ARCHITECTURES = {
+    "DFlashDraftModel": dflash.model.DFlashDraftModel,
+    "DFlash2DraftModel": dflash.model.DFlash2DraftModel,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -83,8 +86,9 @@ class DraftModel:
             folder, trust_remote_code=trust_remote_code
         )
         module_class, own_code = _module_class(hf_config, folder, trust_remote_code)
-        _refuse_selectors(module_class)
-        config = DFlashConfig.from_hf(hf_config, own_code=own_code)
+        config = DFlashConfig.from_hf(
+            hf_config, has_selector=_has_selector(module_class), own_code=own_code
+        )
         built = build_module(module_class, hf_config)
         return cls(
             params=load_params(built, folder, jnp.dtype(dtype)),
@@ -95,13 +99,14 @@ class DraftModel:
     @classmethod
     def from_torch(cls, module: Any, *, dtype: str = "float32") -> DraftModel:
         """Copies the weights of a DFlash module that is already in memory."""
-        _refuse_selectors(type(module))
         hf_config = type(module.config).from_dict(module.config.to_dict())
         built = build_module(type(module), hf_config)
         return cls(
             params=params_of(built, module, jnp.dtype(dtype)),
             module=built,
-            config=DFlashConfig.from_hf(hf_config, own_code=True),
+            config=DFlashConfig.from_hf(
+                hf_config, has_selector=_has_selector(type(module)), own_code=True
+            ),
         )
 
     @property
@@ -163,14 +168,14 @@ def ingest(
     Returns:
         The pool with these rows.
     """
-    hidden = draft.config.hidden_size
+    rows, hidden = draft.config.least_block_rows, draft.config.hidden_size
     cache = StaticKVCache(pool=pool, slots=slots)
     draft.module(
         draft.params,
         cache,
         target_hidden=features[None].astype(draft.dtype),
-        noise_embedding=jnp.zeros((1, 1, hidden), draft.dtype),
-        position_ids=jnp.append(positions, 0)[None],
+        noise_embedding=jnp.zeros((1, rows, hidden), draft.dtype),
+        position_ids=jnp.pad(positions, (0, rows))[None],
     )
     if draft.pool_sharding is None:
         return cache.pool
@@ -214,65 +219,6 @@ class TargetHead(Protocol):
     def project(self, hidden: jax.Array) -> jax.Array:
         """Raw logits, [..., D] -> [..., V], without any scale or cap of the target."""
         ...
-
-
-@partial(jax.jit, static_argnames="num_speculative_tokens")
-def draft_logits(
-    draft: DraftModel,
-    target: TargetHead,
-    pool: KVPool,
-    anchors: jax.Array,
-    *,
-    page_table: jax.Array,
-    context_lens: jax.Array,
-    block_lens: jax.Array,
-    num_speculative_tokens: int,
-) -> jax.Array:
-    """Drafts a block for each request in one pass.
-
-    Args:
-        draft: the model.
-        target: lends its embedding and head.
-        pool: the draft's cache; read only.
-        anchors: int32 [B], the last decided tokens, at position `context_lens`.
-        page_table: int32 [B, pages].
-        context_lens: int32 [B], ingested rows.
-        block_lens: int32 [B], 1 + the number of drafts wanted of each row. A shorter
-            block is not a prefix of a longer one: the missing rows are not attended to.
-        num_speculative_tokens: K, drafts per row, 1 to block_size - 1 (static).
-
-    Returns:
-        [B, K, V] of the drafts; those past `block_lens - 1` mean nothing.
-    """
-    masks = jnp.full(
-        (anchors.shape[0], num_speculative_tokens),
-        draft.config.mask_token_id,
-        jnp.int32,
-    )
-    block = jnp.concatenate([anchors[:, None], masks], axis=1)
-    noise = target.embed(block).astype(draft.dtype) * draft.config.input_embedding_scale
-    hidden = draft_hidden_states(
-        draft,
-        pool,
-        noise,
-        page_table=page_table,
-        context_lens=context_lens,
-        block_lens=block_lens,
-    )
-    return head_logits(draft, target, hidden[:, 1:])
-
-
-@partial(jax.jit, static_argnames="num_speculative_tokens")
-def draft_tokens(
-    draft: DraftModel,
-    target: TargetHead,
-    pool: KVPool,
-    anchors: jax.Array,
-    **block: Any,
-) -> jax.Array:
-    """The likeliest token at each place of `draft_logits`, int32 [B, K]."""
-    logits = draft_logits(draft, target, pool, anchors, **block)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def head_logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
@@ -319,12 +265,6 @@ def _module_class(
     )
 
 
-def _refuse_selectors(module_class: type) -> None:
-    """DFlash-2 chooses among candidates; drafting without that would be worse."""
-    if hasattr(module_class, "propose"):
-        raise config_error(
-            "architectures",
-            f"one of {sorted(_ARCHITECTURES)}",
-            module_class.__name__,
-            "Drafts with a candidate selector (DFlash-2) are not supported yet.",
-        )
+def _has_selector(module_class: type) -> bool:
+    """Whether it is a DFlash-2 module, which chooses among candidates."""
+    return hasattr(module_class, "propose")

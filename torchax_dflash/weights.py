@@ -112,10 +112,12 @@ def load_params(built: TorchModule, folder: Path, dtype: jnp.dtype) -> Params:
     }
     params: Params = {}
     unexpected = []
-    for name, array in _tensors(folder):
+    for stored, array in _tensors(folder):
+        # DFlash-2's codebooks are embeddings, published without the last word.
+        name = stored if stored in wanted else f"{stored}.weight"
         if name not in wanted:
-            if name not in tied and "rotary_emb.inv_freq" not in name:
-                unexpected.append(name)
+            if stored not in tied and "rotary_emb.inv_freq" not in stored:
+                unexpected.append(stored)
             continue
         if array.shape != wanted[name]:
             raise ValueError(

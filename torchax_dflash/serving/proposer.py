@@ -30,7 +30,8 @@ from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 
 from torchax_dflash.config import TargetConfig
-from torchax_dflash.draft_model import DraftModel, draft_tokens, ingest
+from torchax_dflash.draft_model import DraftModel, ingest
+from torchax_dflash.drafting import draft_tokens
 from torchax_dflash.kv_cache import KVPool, slots_of
 from torchax_dflash.serving.head import ServedHead
 
