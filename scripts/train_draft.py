@@ -159,6 +159,7 @@ def train(arguments: argparse.Namespace) -> None:
         target,
         sequences,
         num_layers=arguments.num_layers,
+        dflash2=arguments.dflash2,
         block_size=recipe.largest_block,
         mask_token_id=arguments.mask_token_id,
         target_layer_ids=arguments.target_layer_ids,

@@ -131,6 +131,20 @@ def test_train_export_evaluate(main, target, generated, tmp_path):
     assert config["aux_hidden_state_layer_ids"] == [1, 3, 4]
 
 
+def test_a_new_dflash2_draft(main, capsys, target, generated, tmp_path):
+    options = common(target, generated)
+    second = ["--run", "second", "--dflash2"]
+    assert main(["train", *options, *NEW, *SMALL, *second]) == 0
+    made = generated / "second" / "draft"
+    assert DraftModel.from_pretrained(made).config.has_selector
+    numbers = ["--num-prompts", "2", "--max-tokens", "8", "--sets", "chat"]
+    report = ["--draft", str(made), "--out", str(tmp_path / "report")]
+    assert main(["evaluate", *options, *report, *numbers]) == 0
+    out = ["--draft", str(made), "--out", str(tmp_path / "other"), "--speculators"]
+    assert main(["export", "--target", str(target), *out]) != 0
+    assert "--speculators: expected a DFlashDraftModel" in capsys.readouterr().err
+
+
 def test_a_killed_run_goes_on_to_the_same_result(main, target, generated):
     rarely = ["--held-out-every", "1000", "--steps", "60"]
     options = [*common(target, generated), *NEW, *SMALL, *rarely]

@@ -120,6 +120,7 @@ def torch_loss(module, tiny, batch, block_size, gamma, soft):
                 position_ids=torch.arange(int(anchor) + block_size)[None],
             )[0, 1:]
             logits = module.compute_logits(hidden, lambda h: h @ head.T)
+            before = ids[anchor]
             for j in range(block_size - 1):
                 place = int(anchor) + j
                 if place >= int(batch.lengths[row]):
@@ -131,13 +132,21 @@ def torch_loss(module, tiny, batch, block_size, gamma, soft):
                 soft_loss = -(probs / probs.sum() * logprobs[choices]).sum()
                 factor = np.exp(-j / gamma)
                 total = total + factor * ((1 - soft) * hard + soft * soft_loss)
+                if selector := getattr(module, "candidate_selector", None):
+                    best, candidates = logits[j].topk(selector.top_k)
+                    state = selector.hidden_projection(hidden[j])
+                    state = state * selector.predecessor_codebook(before)
+                    scores = best + selector.successor_codebook(candidates) @ state
+                    if (at := (candidates == choices[0]).nonzero()).numel():
+                        total = total - factor * scores.log_softmax(-1)[at[0, 0]]
+                    before = choices[0]
                 weight += factor
                 if place + 1 < len(ids) and ids[place + 1] != choices[0]:
                     break
     return total / weight
 
 
-@pytest.mark.parametrize("variant", ["full", "sliding"])
+@pytest.mark.parametrize("variant", ["full", "sliding", "DFlash-2"])
 def test_loss_and_gradients_equal_pytorch_autograd(variant):
     tiny = pair("llama", False)
     module = make_torch_draft(**VARIANTS[variant]).train()

@@ -87,4 +87,4 @@ def test_the_tpu_preset_compiles_for_one_device():
     parameters = sum(p.size for p in state.params.values())
     assert 500e6 < parameters < 600e6
     assert memory.argument_size_in_bytes > 4 * 4 * parameters
-    assert memory.temp_size_in_bytes < 12e9
+    assert memory.temp_size_in_bytes < 13e9

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-from conftest import make_torch_draft, pair, random_prompts
-from dflash.model import DFlashDraftModel
+from conftest import DFLASH2, make_torch_draft, pair, random_prompts
+from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
 from torchax_dflash import DraftModel, Generator, SamplingParams
 from torchax_dflash.training import checkpoint
@@ -66,13 +66,14 @@ def data(tiny):
 
 
 @functools.cache
-def fresh_draft():
+def fresh_draft(dflash2=False):
     """One object, so that equal runs compile once."""
-    return DraftModel.from_torch(make_torch_draft())
+    config = DFLASH2 if dflash2 else {}
+    return DraftModel.from_torch(make_torch_draft(dflash_config=config))
 
 
-def make_run(tiny, sequences, recipe, folder, **cadence):
-    draft = fresh_draft()
+def make_run(tiny, sequences, recipe, folder, draft=None, **cadence):
+    draft = draft or fresh_draft()
     batches = Batches(
         sequences,
         recipe,
@@ -112,7 +113,8 @@ def test_resuming_gives_the_same_bits(tiny, data, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_overfitting_reaches_the_full_acceptance_length(tiny, tmp_path):
+@pytest.mark.parametrize("dflash2", [False, True])
+def test_overfitting_reaches_the_full_acceptance_length(tiny, dflash2, tmp_path):
     prompts = [[3, 7, 11], [20, 1]]
     sequences = answers(tiny, prompts)
     recipe = Recipe(
@@ -129,7 +131,7 @@ def test_overfitting_reaches_the_full_acceptance_length(tiny, tmp_path):
         soft=0.0,
         dtype="float32",
     )
-    run, state = make_run(tiny, sequences, recipe, tmp_path)
+    run, state = make_run(tiny, sequences, recipe, tmp_path, fresh_draft(dflash2))
     state = run.train(state, ignore)
     export(
         trained_draft(state, run.frozen, "float32"), tmp_path / "draft", dtype="float32"
@@ -145,14 +147,24 @@ def test_overfitting_reaches_the_full_acceptance_length(tiny, tmp_path):
         assert output.acceptance_lengths == [6] * 6
 
 
-def test_an_export_is_what_the_dflash_package_loads(tiny, data, tmp_path):
-    run, state = make_run(tiny, data, RECIPE, tmp_path)
+@pytest.mark.parametrize("dflash2", [False, True])
+def test_an_export_is_what_the_dflash_package_loads(tiny, data, dflash2, tmp_path):
+    run, state = make_run(tiny, data, RECIPE, tmp_path, fresh_draft(dflash2))
     exported = trained_draft(state, run.frozen, "float32")
     export(exported, tmp_path / "draft", dtype="float32")
-    module = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32)
-    for name, parameter in make_torch_draft().named_parameters():
+    draft_class = DFlash2DraftModel if dflash2 else DFlashDraftModel
+    module = draft_class.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    original = make_torch_draft(dflash_config=DFLASH2 if dflash2 else {})
+    for name, parameter in original.named_parameters():
         ours = dict(module.named_parameters())[name].detach()
         torch.testing.assert_close(ours, parameter.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_blocks_shorter_than_convolutions_reach(tiny, data, tmp_path):
+    config = DFLASH2 | {"conv_kernel_size": 5}
+    draft = DraftModel.from_torch(make_torch_draft(dflash_config=config))
+    with pytest.raises(ValueError, match="--stages: expected blocks of at least 4"):
+        make_run(tiny, data, RECIPE, tmp_path, draft)
 
 
 def test_resuming_with_other_settings_says_which(tiny, data, tmp_path):

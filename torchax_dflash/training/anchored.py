@@ -9,8 +9,9 @@
     see context    f0 f1      f0 … f4                what lies before their anchor
     see rows       own block  own block
 
-This is what the generator does at each anchor with `ingest` and `draft`, at once. The
-module is the same, unmodified; only its cache and attention are others.
+The module, unmodified, is called twice, as the generator calls it: once over the
+context of all sequences, which leaves K and V in our cache object, and once over all
+blocks, each a row of the batch. So what the module does inside a block stays inside it.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ _MASKED = -1e30
 
 
 @dataclass(eq=False)
-class AnchoredBlocks:
-    """What the draft gets as its cache while it trains; lives for one trace.
+class ContextRows:
+    """The draft's cache in the first call: keeps each layer's K and V.
 
     Attributes:
-        anchors: int32 [B, A], position of each block's first row.
-        block_size: Q, rows of a block.
+        length: S, context rows; rows behind them are the call's dummy block.
+        layers: by layer, K and V, [B, H, S, K].
         windows: by layer that attended through us, its sliding window or None.
     """
 
-    anchors: jax.Array
-    block_size: int
+    length: int
+    layers: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
 
     def update(
@@ -49,7 +50,45 @@ class AnchoredBlocks:
         layer_idx: int,
         cache_kwargs: dict | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Nothing is kept: all rows of a sequence are there at once."""
+        """Keeps a layer's context rows."""
+        key, value = jax_view(key_states), jax_view(value_states)
+        self.layers[layer_idx] = (
+            key[:, :, : self.length],
+            value[:, :, : self.length],
+        )
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are always passed explicitly."""
+        return 0
+
+    def attend(self, query: jax.Array, *_: jax.Array, **__: object) -> jax.Array:
+        """Zeros: what comes of the dummy block is not wanted."""
+        return jnp.zeros_like(query)
+
+
+@dataclass(eq=False)
+class AnchoredBlocks:
+    """The draft's cache in the second call: blocks attend to the kept context.
+
+    Attributes:
+        context: from the first call.
+        anchors: int32 [B, A], position of each block's first row.
+        windows: by layer that attended through us, its sliding window or None.
+    """
+
+    context: ContextRows
+    anchors: jax.Array
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        cache_kwargs: dict | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing is kept of blocks."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -68,26 +107,28 @@ class AnchoredBlocks:
         sliding_window: int | None,
         softcap: float | None,
     ) -> jax.Array:
-        """Attention of block rows [B, N, A * Q, K]; see `anchored_attention`."""
+        """Attention of block rows [B * A, N, Q, K]; see `anchored_attention`."""
         attend = partial(
             anchored_attention,
-            block_size=self.block_size,
             scale=scale,
             is_causal=is_causal,
             sliding_window=sliding_window,
             softcap=softcap,
         )
         # Scores are made again in the backward pass instead of being kept.
-        return jax.checkpoint(attend)(query, key, value, self.anchors)
+        return jax.checkpoint(attend)(
+            query, key, value, *self.context.layers[layer_idx], self.anchors
+        )
 
 
 def anchored_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    context_key: jax.Array,
+    context_value: jax.Array,
     anchors: jax.Array,
     *,
-    block_size: int,
     scale: float,
     is_causal: bool,
     sliding_window: int | None = None,
@@ -96,11 +137,12 @@ def anchored_attention(
     """Attends from blocks to the context before their anchor, and to themselves.
 
     Args:
-        query: [B, N, A * Q, K].
-        key: [B, H, S + A * Q, K], S context rows at positions 0 … S - 1, then blocks.
-        value: [B, H, S + A * Q, K], finite everywhere.
-        anchors: int32 [B, A]; block a's rows are at anchors + 0 … Q - 1.
-        block_size: Q.
+        query: [B * A, N, Q, K].
+        key: [B * A, H, Q, K], the block's own.
+        value: [B * A, H, Q, K].
+        context_key: [B, H, S, K], of positions 0 … S - 1, finite everywhere.
+        context_value: [B, H, S, K].
+        anchors: int32 [B, A]; a block's rows are at its anchor + 0 … Q - 1.
         scale: factor on the scores.
         is_causal: row i of a block sees no later row of it.
         sliding_window: distance from which a key is no longer seen (before, and in
@@ -108,27 +150,28 @@ def anchored_attention(
         softcap: scores become softcap * tanh(scores / softcap), or None.
 
     Returns:
-        [B, N, A * Q, K] in the query's dtype. Softmax and sums are float32.
+        [B * A, N, Q, K] in the query's dtype. Softmax and sums are float32.
     """
-    batch, num_heads, _, width = query.shape
-    kv_heads, num_blocks = key.shape[1], anchors.shape[1]
-    context = key.shape[2] - num_blocks * block_size
-    query = query.reshape(batch, kv_heads, -1, num_blocks, block_size, width)
+    batch, kv_heads, context, _ = context_key.shape
+    block_size = query.shape[2]
 
-    def split(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = rows[:, :, context:]
-        own = own.reshape(batch, kv_heads, num_blocks, block_size, width)
-        return rows[:, :, :context], own
+    def by_sequence(rows: jax.Array) -> jax.Array:  # [B, H, heads of a group, A, Q, K]
+        rows = rows.reshape(
+            batch, -1, kv_heads, rows.shape[1] // kv_heads, *rows.shape[2:]
+        )
+        return rows.transpose(0, 2, 3, 1, 4, 5)
 
     # In float32 throughout: on CPUs, XLA has no gradient of bfloat16 products with
     # float32 sums; on TPUs the precision of products is set apart from their type.
-    query = query.astype(jnp.float32) * scale
-    keys, own_keys = split(key.astype(jnp.float32))
-    values, own_values = split(value.astype(jnp.float32))
+    queries = by_sequence(query.astype(jnp.float32) * scale)
+    own_keys, own_values = (
+        by_sequence(rows.astype(jnp.float32))[:, :, 0] for rows in (key, value)
+    )
+    keys, values = context_key.astype(jnp.float32), context_value.astype(jnp.float32)
     scores = jnp.concatenate(
         [
-            jnp.einsum("bhgaqk,bhsk->bhgaqs", query, keys),
-            jnp.einsum("bhgaqk,bhark->bhgaqr", query, own_keys),
+            jnp.einsum("bhgaqk,bhsk->bhgaqs", queries, keys),
+            jnp.einsum("bhgaqk,bhark->bhgaqr", queries, own_keys),
         ],
         axis=-1,
     )
@@ -138,7 +181,7 @@ def anchored_attention(
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _MASKED))
     out = jnp.einsum("bhgaqs,bhsk->bhgaqk", weights[..., :context], values)
     out += jnp.einsum("bhgaqr,bhark->bhgaqk", weights[..., context:], own_values)
-    return out.astype(value.dtype).reshape(batch, num_heads, -1, width)
+    return out.astype(value.dtype).transpose(0, 3, 1, 2, 4, 5).reshape(query.shape)
 
 
 def _visible(
@@ -183,16 +226,23 @@ def anchored_hidden_states(
         [B, A, Q, D].
     """
     batch, num_blocks, block_size, hidden = noise_embedding.shape
-    context = jnp.arange(features.shape[1])
-    rows = (anchors[..., None] + jnp.arange(block_size)).reshape(batch, -1)
-    positions = jnp.concatenate(
-        [jnp.broadcast_to(context, features.shape[:2]), rows], axis=1
+    length, dummy = features.shape[1], draft.config.least_block_rows
+    context = ContextRows(length)
+    draft.module(
+        draft.params,
+        context,
+        target_hidden=features.astype(draft.dtype),
+        noise_embedding=jnp.zeros((batch, dummy, hidden), draft.dtype),
+        position_ids=jnp.pad(jnp.arange(length), (0, dummy))[None],
     )
+    blocks = batch * num_blocks
     out = draft.module(
         draft.params,
-        AnchoredBlocks(anchors=anchors, block_size=block_size),
-        target_hidden=features.astype(draft.dtype),
-        noise_embedding=noise_embedding.reshape(batch, -1, hidden).astype(draft.dtype),
-        position_ids=positions,
+        AnchoredBlocks(context, anchors),
+        target_hidden=jnp.zeros((blocks, 0, features.shape[2]), draft.dtype),
+        noise_embedding=noise_embedding.reshape(blocks, block_size, hidden).astype(
+            draft.dtype
+        ),
+        position_ids=anchors.reshape(-1, 1) + jnp.arange(block_size),
     )
     return jax_view(out).reshape(batch, num_blocks, block_size, hidden)

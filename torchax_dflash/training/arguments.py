@@ -96,6 +96,8 @@ def _add_train(steps: Any) -> None:
         help="a draft to go on from, or 'new' (default: the demo draft for the demo "
         "target, else new)")  # fmt: skip
     add("--num-layers", type=int, default=2, help="of a new draft (default: 2)")
+    add("--dflash2", action="store_true",
+        help="a new draft has DFlash-2's convolutions and selector")  # fmt: skip
     add("--mask-token-id", type=int, metavar="ID",
         help="of a new draft: a token that texts do not have (default: one that the "
         "target's tokenizer does not use)")  # fmt: skip

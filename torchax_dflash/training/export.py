@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from torchax_dflash.config import config_error
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.training.storage import save_tensors, write_atomically
 
@@ -31,14 +32,24 @@ def export(
             target (a hub id or a folder) as the verifier.
 
     Raises:
+        ValueError: that format cannot hold this draft.
         OSError: the disk is full; an older export is unharmed.
     """
     config = _config(draft, dtype)
     if speculators_for is not None:
+        if draft.config.has_selector:
+            raise config_error(
+                "--speculators",
+                "a DFlashDraftModel",
+                type(draft.module.module).__name__,
+                "That format knows no candidate selector; export without it.",
+            )
         config = _speculators_config(draft, config, speculators_for)
     weights = dict(draft.module.module.named_parameters())
     tensors = {
-        name: np.asarray(array.T if name in draft.module.linear_weights else array)
+        _published(name): np.asarray(
+            array.T if name in draft.module.linear_weights else array
+        )
         for name, array in draft.params.items()
         if name in weights
     }
@@ -48,6 +59,11 @@ def export(
         {name: array.astype(jnp.dtype(dtype)) for name, array in tensors.items()},
     )
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _published(name: str) -> str:
+    """DFlash-2's codebooks are published without the last word."""
+    return name.removesuffix(".weight") if "codebook" in name else name
 
 
 def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ what the target would say after the tokens up to anchor + j - 1, its *choice* th
 So one rule serves greedy answers (where all positions count), sampled ones, and
 ordinary text, and every label is what greedy verification will ask for. Positions are
 weighted by exp(-(j - 1) / gamma), as in the paper (arXiv 2602.06036, equation 4).
+Of DFlash-2 both are compared with the labels: the draft's own logits, and what its
+selector makes of them.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 
 from torchax_dflash.draft_model import DraftModel, TargetHead, head_logits
 from torchax_dflash.training.anchored import anchored_hidden_states
+from torchax_dflash.training.selection import EXCLUDED, candidate_logits
 
 _ROWS = 2048  # most rows whose logits exist at a time
 
@@ -165,7 +168,10 @@ def score(
     hidden = anchored_hidden_states(draft, batch.features, noise, batch.anchors)
     wanted = block_targets(batch, block_size)
     weights = jnp.exp(-jnp.arange(block_size - 1) / gamma) * wanted.counts
-    losses, right = _compare(draft, target, hidden[:, :, 1:], wanted, vocabulary, soft)
+    before = jnp.concatenate([first[..., None], wanted.labels[..., :-1]], axis=-1)
+    losses, right = _compare(
+        draft, target, hidden[:, :, 1:], before, wanted, vocabulary, soft
+    )
     if vocabulary is not None:  # a label outside it cannot be learnt from
         weights = weights * (vocabulary.index[wanted.labels] >= 0)
     prefix = jnp.cumprod((right & wanted.counts).astype(jnp.int32), axis=-1)
@@ -181,6 +187,7 @@ def _compare(
     draft: DraftModel,
     target: TrainingHead,
     hidden: jax.Array,
+    before: jax.Array,
     wanted: BlockTargets,
     vocabulary: Vocabulary | None,
     soft: float,
@@ -189,7 +196,7 @@ def _compare(
     head = target if vocabulary is None else _PartOfHead(target, vocabulary.token_ids)
 
     def compare(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        hidden, labels, choices, probs = rows
+        hidden, before, labels, choices, probs = rows
         logits = head_logits(draft, head, hidden).astype(jnp.float32)
         if vocabulary is not None:
             logits += vocabulary.offsets
@@ -202,11 +209,25 @@ def _compare(
         )
         hard_loss = total - gathered[:, 0]
         soft_loss = total * probs.sum(-1) - (probs * gathered[:, 1:]).sum(-1)
+        losses = (1 - soft) * hard_loss + soft * soft_loss
+        if draft.config.has_selector:
+            tokens = jnp.arange(logits.shape[-1])
+            tokens = tokens if vocabulary is None else vocabulary.token_ids
+            logits = candidate_logits(draft, hidden, before, logits, tokens)
+            of_label = jnp.take_along_axis(
+                logits, jnp.maximum(labels, 0)[:, None], axis=1
+            )
+            total = jax.nn.logsumexp(logits, axis=-1)
+            missed = total - of_label[:, 0]
+            # Of labels that are no candidates the selector learns nothing.
+            losses += jnp.where(of_label[:, 0] > EXCLUDED, missed, 0)
+            gathered = of_label
         right = gathered[:, 0] >= logits.max(-1)
-        return (1 - soft) * hard_loss + soft * soft_loss, right & (labels >= 0)
+        return losses, right & (labels >= 0)
 
     rows = (
         hidden.reshape(-1, hidden.shape[-1]).astype(draft.dtype),
+        before.reshape(-1),
         wanted.labels.reshape(-1),
         wanted.choices.reshape(-1, wanted.choices.shape[-1]),
         wanted.probs.reshape(-1, wanted.probs.shape[-1]),

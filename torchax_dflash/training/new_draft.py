@@ -8,6 +8,8 @@ What such a draft borrows, where shapes allow (a probe found each of these to he
     norm        the target's final norm
     fc          the last tapped layer passes through, the others add a little noise
     hidden_norm the input norm of the target layer that the first draft layer copies
+
+DFlash-2's convolutions start as if they were not there, its selector as a faint noise.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from dflash.model import DFlashDraftModel, build_target_layer_ids
+from dflash.model import (
+    DFlash2DraftModel,
+    DFlashDraftModel,
+    build_target_layer_ids,
+)
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 
@@ -25,6 +31,8 @@ from torchax_dflash.config import TargetConfig, config_error
 from torchax_dflash.draft_model import DraftModel
 
 _TAPS = 5  # tapped layers of a new draft, as in published ones
+# Of a new DFlash-2 draft.
+_CONV_KERNEL, _SELECTOR_RANK, _SELECTOR_TOP_K = 3, 64, 32
 _PREFIX = "model.layers."
 
 
@@ -33,6 +41,7 @@ def new_draft_config(
     *,
     num_layers: int,
     block_size: int,
+    dflash2: bool = False,
     mask_token_id: int | None = None,
     target_layer_ids: tuple[int, ...] | None = None,
 ) -> Qwen3Config:
@@ -42,6 +51,7 @@ def new_draft_config(
         target_folder: the target's checkpoint.
         num_layers: of the draft.
         block_size: Q of a whole block.
+        dflash2: with convolutions and a candidate selector.
         mask_token_id: a token that texts do not have; None looks for one.
         target_layer_ids: tapped layers; None spreads five over the target.
 
@@ -78,13 +88,21 @@ def new_draft_config(
         bos_token_id=None,
         eos_token_id=None,
     )
-    config.architectures = [DFlashDraftModel.__name__]
+    draft_class = DFlash2DraftModel if dflash2 else DFlashDraftModel
+    config.architectures = [draft_class.__name__]
     config.num_target_layers = target.num_hidden_layers
     config.block_size = block_size
     config.dflash_config = {
         "mask_token_id": mask_token_id,
         "target_layer_ids": list(target_layer_ids),
     }
+    if dflash2:
+        config.dflash_config |= {
+            "conv_kernel_size": _CONV_KERNEL,
+            "conv_group_size": target.head_dim,
+            "selector_rank": _SELECTOR_RANK,
+            "selector_top_k": min(_SELECTOR_TOP_K, target.vocab_size),
+        }
     return config
 
 
@@ -107,7 +125,8 @@ def new_draft(
         seed: of the noise in fc.
     """
     torch.manual_seed(seed)
-    draft = DFlashDraftModel(config)
+    dflash2 = config.architectures == [DFlash2DraftModel.__name__]
+    draft = (DFlash2DraftModel if dflash2 else DFlashDraftModel)(config)
     weights = _read_weights(target_folder)
     first = config.num_target_layers - config.num_hidden_layers
     own = draft.state_dict()
@@ -120,6 +139,13 @@ def new_draft(
             source = weights.get(_source_of(name, first))
             if source is not None and source.shape == tensor.shape:
                 tensor.copy_(source)
+        for name, tensor in own.items():
+            if name.endswith("base_kernel"):  # [2, kernel, D]: the row itself
+                tensor.zero_()[:, 0] = 1
+            elif name.endswith("kernel_projection.weight"):
+                tensor.zero_()
+            elif name.endswith("codebook.weight"):
+                tensor.normal_(std=tensor.shape[1] ** -0.5)
         scale = torch.from_numpy(feature_scale.astype(np.float32))
         width = config.hidden_size
         taps = len(config.dflash_config["target_layer_ids"])

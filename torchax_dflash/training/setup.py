@@ -31,6 +31,7 @@ def starting_draft(
     sequences: Sequence[TokenSequence],
     *,
     num_layers: int,
+    dflash2: bool,
     block_size: int,
     mask_token_id: int | None,
     target_layer_ids: tuple[int, ...] | None,
@@ -44,6 +45,7 @@ def starting_draft(
         target: the target.
         sequences: to measure sizes on, for a new draft.
         num_layers: of a new draft.
+        dflash2: a new draft has DFlash-2's convolutions and candidate selector.
         block_size: the largest that will be trained.
         mask_token_id: of a new draft; None looks for one.
         target_layer_ids: of a new draft.
@@ -67,6 +69,7 @@ def starting_draft(
     config = new_draft_config(
         target_folder,
         num_layers=num_layers,
+        dflash2=dflash2,
         block_size=block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=target_layer_ids,
@@ -96,15 +99,16 @@ def prepare(
         recipe: hyperparameters.
 
     Raises:
-        ValueError: the draft's class cannot be trained yet.
+        ValueError: blocks are shorter than the draft's convolutions.
     """
-    module = draft.module.module
-    if hasattr(module, "propose"):
+    smallest = min(block_size for block_size, _ in recipe.stages)
+    if smallest < draft.config.least_block_rows:
         raise config_error(
-            "architectures",
-            "DFlashDraftModel",
-            type(module).__name__,
-            "Drafts with a candidate selector (DFlash-2) cannot be trained yet.",
+            "--stages",
+            f"blocks of at least {draft.config.least_block_rows} (as far as the "
+            "draft's convolutions reach)",
+            smallest,
+            "Train longer blocks.",
         )
     batch = batches.batch(0)
     scale = feature_sizes(
