@@ -51,6 +51,17 @@ DFLASH2 = {
 }
 """What makes a draft's `dflash_config` a DFlash-2 one."""
 
+DRAFTS = {
+    "DFlash": {},
+    "DFlash-2": {"dflash_config": DFLASH2},
+    "sliding and full": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "use_sliding_window": True,
+    },
+}
+"""Kinds of drafts: overrides of `make_torch_draft`."""
+
 VOCAB, HIDDEN, TARGET_LAYERS, BLOCK, MASK_ID, EOS_ID = 32, 64, 4, 6, 5, 2
 
 _SIZES = {
@@ -186,10 +197,10 @@ def _pair_scores(selector: nn.Module, hidden: torch.Tensor, block: torch.Tensor)
 
 
 @functools.cache
-def pair(family: str, tied: bool, dflash2: bool = False) -> SimpleNamespace:
-    """A tiny target and a draft trained on it: in PyTorch and in ours."""
+def pair(family: str, tied: bool, kind: str = "DFlash") -> SimpleNamespace:
+    """A tiny target and a draft (of `DRAFTS`) trained on it: in PyTorch and in ours."""
     torch_target = make_torch_target(family, tied=tied)
-    torch_draft = make_torch_draft(dflash_config=DFLASH2 if dflash2 else {})
+    torch_draft = make_torch_draft(**DRAFTS[kind])
     train_draft(torch_draft, torch_target, continuations(torch_target))
     return SimpleNamespace(
         torch_target=torch_target,

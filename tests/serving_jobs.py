@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import torch
 from conftest import BLOCK, VOCAB, pair, random_prompts
+from dflash.model import DFlash2DraftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -57,9 +58,9 @@ def save_pair(tiny: SimpleNamespace) -> tuple[str, str]:
 
 
 @functools.cache
-def saved(family: str, tied: bool) -> tuple[str, str]:
-    """Folders of `pair(family, tied)`."""
-    return save_pair(pair(family, tied))
+def saved(family: str, tied: bool, kind: str = "DFlash") -> tuple[str, str]:
+    """Folders of `pair(family, tied, kind)`."""
+    return save_pair(pair(family, tied, kind))
 
 
 def engine_arguments(target, draft, k=BLOCK - 1, **options) -> dict:
@@ -122,9 +123,11 @@ def run_batches(arguments: dict, jobs: dict[str, dict], **environment: str):
 
 
 @functools.cache
-def served(family: str, tied: bool, with_draft: bool = True) -> SimpleNamespace:
+def served(
+    family: str, tied: bool, kind: str = "DFlash", *, with_draft: bool = True
+) -> SimpleNamespace:
     """All batches through one engine."""
-    target, draft = saved(family, tied)
+    target, draft = saved(family, tied, kind)
     return run_batches(
         engine_arguments(target, draft if with_draft else None), batches()
     )
@@ -165,6 +168,9 @@ class DraftOracle:
             position_ids=torch.arange(context_len + k + 1)[None],
         )
         head = self.target.get_output_embeddings()
+        if isinstance(self.draft, DFlash2DraftModel):
+            anchor = block[:, 0]
+            return self.draft.propose(hidden[:, 1:], anchor, head, 0.0)[0][0].tolist()
         return head(hidden[:, 1:])[0].argmax(-1).tolist()
 
 

@@ -22,7 +22,7 @@ from torchax_dflash import DraftModel, Generator, SamplingParams
 
 @functools.cache
 def second() -> SimpleNamespace:
-    return pair("llama", False, dflash2=True)
+    return pair("llama", False, "DFlash-2")
 
 
 @pytest.mark.parametrize("k", [1, 3, BLOCK - 1])

@@ -36,20 +36,23 @@ PAIRS = [
     ("qwen3", False),
     ("granite", True),
     ("qwen3_moe", False),
+    ("llama", False, "DFlash-2"),
+    ("qwen3", True, "sliding and full"),
 ]
 
 
 @pytest.mark.parametrize("name", batches())
-@pytest.mark.parametrize(("family", "tied"), PAIRS)
-def test_outputs_are_the_targets_and_drafts_the_oracles(family, tied, name):
-    tiny, engine = pair(family, tied), served(family, tied)
+@pytest.mark.parametrize("models", PAIRS)
+def test_outputs_are_the_targets_and_drafts_the_oracles(models, name):
+    tiny, engine = pair(*models), served(*models)
     batch, outputs = batches()[name], engine.outputs[name]
     assert outputs == token_ids(offline(tiny, batch))
     assert check_drafts(tiny, batch, outputs, engine.drafts[name]) > 20
 
 
 def test_outputs_equal_the_engine_without_a_draft():
-    assert served("llama", False).outputs == served("llama", False, False).outputs
+    without = served("llama", False, with_draft=False)
+    assert served("llama", False).outputs == without.outputs
 
 
 def test_the_cached_prefix_is_used():

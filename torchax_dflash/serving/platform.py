@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from tpu_inference.platforms.tpu_platform import TpuPlatform
@@ -40,7 +41,23 @@ class DFlashTpuPlatform(TpuPlatform):
             return
         compatibility.check()
         _refuse_unsupported(vllm_config)
+        _hide_kind_of_draft(speculative)
         vllm_config.parallel_config.worker_cls = _WORKER
+
+
+def _hide_kind_of_draft(speculative: Any) -> None:
+    """Lets vLLM start with drafts that its own runner could not run.
+
+    After this hook, vLLM refuses DFlash-2 and drafts with both sliding and full
+    attention (`config/vllm.py:2999`). They are read from their folder by us, and have
+    no cache of vLLM's.
+    """
+    model = speculative.draft_model_config = copy.copy(speculative.draft_model_config)
+    hf_config = model.hf_config = copy.copy(model.hf_config)
+    hf_config.architectures = ["DFlashDraftModel"]
+    hf_config.layer_types = ["full_attention"] * hf_config.num_hidden_layers
+    model.model_arch_config = copy.copy(model.model_arch_config)
+    model.model_arch_config.architectures = hf_config.architectures
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
