@@ -55,6 +55,21 @@ def run(draft: DraftModel, target: TargetModel) -> tuple:
     return pool, np.asarray(hidden), np.asarray(tokens)
 
 
+def sums(draft: DraftModel) -> int:
+    """Sums over all devices in a pass over blocks so short that heads may fold."""
+    batch = len(LENGTHS)
+    pool = draft.make_pool(num_pages=PAGES, page_size=PAGE_SIZE)
+    program = jax.jit(draft_hidden_states).lower(
+        draft,
+        pool,
+        jnp.zeros((batch, 2, draft.config.hidden_size)),
+        page_table=jnp.zeros((batch, PAGES // batch), jnp.int32),
+        context_lens=jnp.array(LENGTHS, jnp.int32),
+        block_lens=jnp.full(batch, 2, jnp.int32),
+    )
+    return program.compile().as_text().count(" all-reduce(")
+
+
 def share(tree) -> float:
     """The fraction of a tree's bytes that the first device holds."""
     arrays = jax.tree.leaves(tree)
@@ -78,6 +93,7 @@ def main() -> None:
         "same_drafts": bool((tokens == want_tokens).all()),
         "pool_share": share(pool),
         "weights_share": share(split.params),
+        "sums_per_layer": sums(split) / draft.config.num_hidden_layers,
         "pool_stays_split": all(
             array.sharding.is_equivalent_to(split.pool_sharding, array.ndim)
             for array in jax.tree.leaves(pool)

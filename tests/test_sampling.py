@@ -23,7 +23,8 @@ from conftest import (
     random_prompts,
     train_draft,
 )
-from scipy.stats import chisquare
+from dflash.model import dflash_generate
+from scipy.stats import chi2_contingency, chisquare
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -65,6 +66,7 @@ def small(draft: str) -> SimpleNamespace:
         train_draft(torch_draft, torch_target, ids, steps=60)
     return SimpleNamespace(
         torch_target=torch_target,
+        torch_draft=torch_draft,
         target=TargetModel.from_torch(torch_target),
         draft=DraftModel.from_torch(torch_draft),
     )
@@ -240,6 +242,33 @@ def test_the_targets_distribution_with_a_candidate_selector(method):
     assert p_value(sampled_counts(models, params, method), probs) > 1e-3
 
 
+@pytest.mark.parametrize("draft", ["trained", "DFlash-2"])
+def test_the_packages_own_sampling(draft):
+    """Its loop, which draws its drafts, and ours: one distribution, by a chi-square."""
+    models = small(draft)
+    params = SamplingParams(temperature=0.9, top_k=6, top_p=0.9)
+    ours = sampled_counts(models, params, "probabilistic")
+    theirs, place = np.zeros_like(ours), SMALL_VOCAB ** np.arange(LENGTH)[::-1]
+    torch.manual_seed(0)
+    for _ in range(2_000):
+        output = dflash_generate(
+            models.torch_draft,
+            models.torch_target,
+            torch.tensor([PROMPT]),
+            LENGTH,
+            None,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            block_size=4,
+        )
+        theirs[output[0, len(PROMPT) :].numpy() @ place] += 1
+    often = theirs >= 10
+    table = [[*counts[often], counts[~often].sum()] for counts in (ours, theirs)]
+    assert often.sum() > 10
+    assert chi2_contingency(table).pvalue > 1e-3
+
+
 def accepts_all(probs, drafts, num_drafts, *, draft_probs, **others):
     return sampling.accept(
         probs, drafts, num_drafts, draft_probs=draft_probs * 1e-9, **others
@@ -397,3 +426,18 @@ def test_params_of_another_number_and_unknown_methods_are_refused():
         answers(models, [[1], [2]], [DRAWN])
     with pytest.raises(ValueError, match="draft_sample_method: expected greedy or"):
         answers(models, [[1]], DRAWN, draft_sample_method="beam")
+
+
+def test_idle_rows_ask_for_nothing():
+    """Else a greedy batch does the work of a drawn one until the row is taken again."""
+    tiny = pair("llama", False)
+    generator = Generator(tiny.target, tiny.draft, max_num_seqs=2, max_model_len=128)
+    special = SamplingParams(
+        max_tokens=3, temperature=1.0, top_k=3, logprobs=True, presence_penalty=1.0
+    )
+    generator.generate(
+        random_prompts(2), [special, SamplingParams(max_tokens=60, ignore_eos=True)]
+    )
+    state = generator._state
+    for idle in (state.sampling.draws, state.sampling.logprobs, state.penalties.active):
+        assert not idle.any()

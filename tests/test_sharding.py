@@ -34,3 +34,4 @@ def test_the_same_numbers_and_each_device_its_share(devices):
     # norms, a few rows of them, are whole on each
     assert found["weights_share"] == pytest.approx(1 / devices, rel=0.05)
     assert found["pool_stays_split"]
+    assert found["sums_per_layer"] == 2  # after attention and after the MLP

@@ -24,7 +24,10 @@ _MASKED = -1e30
 
 
 # Jitted, so that equal layers are traced once.
-@partial(jax.jit, static_argnames=("scale", "is_causal", "sliding_window", "softcap"))
+@partial(
+    jax.jit,
+    static_argnames=("scale", "is_causal", "sliding_window", "softcap", "may_fold"),
+)
 def paged_attention(
     query: jax.Array,
     key: jax.Array,
@@ -38,6 +41,7 @@ def paged_attention(
     is_causal: bool,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    may_fold: bool = True,
 ) -> jax.Array:
     """Attends from each block to its context and to itself.
 
@@ -55,6 +59,7 @@ def paged_attention(
         sliding_window: distance from which a key is no longer seen (before, and in
             non-causal layers after), or None.
         softcap: scores become softcap * tanh(scores / softcap), or None.
+        may_fold: heads are all on one device, so they may share a product.
 
     Returns:
         [B, N, Q, K] in the query's dtype. A row that sees nothing is zero. Softmax and
@@ -63,7 +68,7 @@ def paged_attention(
     batch, num_heads, rows, head_dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, -1, head_dim)  # [B, H, N/H * Q, K]
-    folded = kv_heads > 1 and num_heads * rows <= _FOLDED_ROWS
+    folded = may_fold and kv_heads > 1 and num_heads * rows <= _FOLDED_ROWS
     if folded:
         grouped, key, value = _fold_heads(grouped, key, value)
         kv_heads, head_dim = 1, kv_heads * head_dim

@@ -150,7 +150,13 @@ def decode(
             "probabilistic", they are drawn as the request's tokens are (static).
     """
     batch_size = state.anchors.shape[0]
-    state = replace(state, active=state.active & keep)
+    active = state.active & keep
+    state = replace(
+        state,
+        active=active,
+        sampling=state.sampling.only(active),
+        penalties=state.penalties.only(active),
+    )
     shape = (num_steps, batch_size)
     steps = Steps(
         token_ids=jnp.zeros((*shape, num_speculative_tokens + 1), jnp.int32),

@@ -114,6 +114,12 @@ class DraftModel:
         """Of weights, cache and computation."""
         return self.params["fc.weight"].dtype
 
+    @property
+    def heads_are_split(self) -> bool:
+        """Whether each device has only some heads of the cache."""
+        lies = self.pool_sharding
+        return lies is not None and not lies.is_fully_replicated
+
     def shard(self, mesh: Mesh, axis: str) -> DraftModel:
         """The same model, split over the devices along `axis` of the mesh.
 
@@ -198,6 +204,7 @@ def draft_hidden_states(
         page_table=page_table,
         context_lens=context_lens,
         block_lens=block_lens,
+        heads_are_split=draft.heads_are_split,
     )
     hidden = draft.module(
         draft.params,

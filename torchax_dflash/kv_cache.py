@@ -107,6 +107,7 @@ class StaticKVCache:
             call whose attention output is not wanted.
         context_lens: int32 [B] stored rows that are visible.
         block_lens: int32 [B] own rows that are visible.
+        heads_are_split: over several devices.
         windows: by layer that attended through us, its sliding window or None.
     """
 
@@ -115,6 +116,7 @@ class StaticKVCache:
     page_table: jax.Array | None = None
     context_lens: jax.Array | None = None
     block_lens: jax.Array | None = None
+    heads_are_split: bool = False
     windows: dict[int, int | None] = field(default_factory=dict)
 
     def update(
@@ -172,6 +174,7 @@ class StaticKVCache:
             is_causal=is_causal,
             sliding_window=sliding_window,
             softcap=softcap,
+            may_fold=not self.heads_are_split,
         )
 
 

@@ -48,6 +48,15 @@ class Penalties:
             in_output=jnp.zeros((batch_size, vocab_size), jnp.int32),
         )
 
+    def only(self, active: jax.Array) -> Penalties:
+        """Settings of bool [B] `active` requests; idle ones are not penalised."""
+        return replace(
+            self,
+            repetition=jnp.where(active, self.repetition, 1),
+            presence=jnp.where(active, self.presence, 0),
+            frequency=jnp.where(active, self.frequency, 0),
+        )
+
     @property
     def active(self) -> jax.Array:
         """Bool [B]: the request has any."""

@@ -17,6 +17,7 @@ same rule with a p of 1 at one token: the longest prefix that the target agrees 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,11 @@ class SamplingState:
             seed=all_(0, jnp.uint32),
             logprobs=all_(False, jnp.bool_),
         )
+
+    def only(self, active: jax.Array) -> SamplingState:
+        """Settings of bool [B] `active` requests; idle ones ask for nothing."""
+        idle = SamplingState.greedy(len(active))
+        return jax.tree.map(partial(jnp.where, active), self, idle)
 
     @property
     def draws(self) -> jax.Array:

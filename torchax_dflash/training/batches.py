@@ -16,10 +16,11 @@ from jax.sharding import Mesh
 
 from torchax_dflash.config import config_error
 from torchax_dflash.target_model import TargetModel
-from torchax_dflash.training.feature_store import FeatureStore, padded_length
+from torchax_dflash.training.feature_store import FeatureStore
 from torchax_dflash.training.features import NUM_CHOICES, Thoughts, think
 from torchax_dflash.training.loss import Batch
 from torchax_dflash.training.mesh import DATA, shard_rows
+from torchax_dflash.training.padding import pad, padded_length
 from torchax_dflash.training.recipe import Recipe
 from torchax_dflash.training.sequences import TokenSequence
 
@@ -137,16 +138,11 @@ class Batches:
 
     def _make(self, indices: list[int], rng: np.random.Generator) -> Batch:
         rows = self._recipe.sequences
-        longest = max(len(self.sequences[i].token_ids) for i in indices)
-        padded = padded_length(longest)
-        token_ids = np.zeros((rows, padded), np.int32)
-        lengths = np.zeros(rows, np.int32)
+        token_ids, lengths = pad([self.sequences[i] for i in indices], rows=rows)
         anchors = np.zeros((rows, self._recipe.anchors), np.int32)
         for row, index in enumerate(indices):
             sequence = self.sequences[index]
-            n = len(sequence.token_ids)
-            token_ids[row, :n], lengths[row] = sequence.token_ids, n
-            possible = np.arange(_first_anchor(sequence), n)
+            possible = np.arange(_first_anchor(sequence), lengths[row])
             count = min(len(possible), self._recipe.anchors)
             anchors[row, :count] = np.sort(rng.choice(possible, count, replace=False))
         thoughts = self._thoughts(indices, token_ids, lengths)

@@ -25,12 +25,12 @@ from safetensors import safe_open
 from torchax_dflash.config import config_error
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training.features import think
+from torchax_dflash.training.padding import pad, padded_length
 from torchax_dflash.training.sequences import TokenSequence
 from torchax_dflash.training.storage import save_tensors, write_atomically
 
 _PER_FILE = 128
 _ROWS = 1536  # rows that the target reads at a time
-_GRAIN = 64  # lengths are padded to multiples: fewer programs
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,9 @@ def _all_thoughts(
     """In the order of `sequences`, computed in batches of similar length."""
     found: dict[int, StoredThoughts] = {}
     for indices, padded in _batches_by_length(sequences):
-        rows = max(1, _ROWS // padded)
-        token_ids = np.zeros((rows, padded), np.int32)
-        lengths = np.zeros(rows, np.int32)
-        for row, index in enumerate(indices):
-            ids = sequences[index].token_ids
-            token_ids[row, : len(ids)], lengths[row] = ids, len(ids)
+        token_ids, lengths = pad(
+            [sequences[index] for index in indices], rows=max(1, _ROWS // padded)
+        )
         thoughts = jax.device_get(
             think(target, token_ids, lengths, layer_ids=layer_ids)
         )
@@ -192,11 +189,6 @@ def _batches_by_length(
         rows = max(1, _ROWS // padded)
         for start in range(0, len(indices), rows):
             yield indices[start : start + rows], padded
-
-
-def padded_length(length: int) -> int:
-    """The static length of the program that handles so many tokens."""
-    return -(-length // _GRAIN) * _GRAIN
 
 
 @lru_cache(maxsize=4096)

@@ -15,9 +15,9 @@ from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training import trainer
 from torchax_dflash.training.batches import Batches
-from torchax_dflash.training.feature_store import padded_length
 from torchax_dflash.training.features import feature_sizes, query_key_sizes, think
 from torchax_dflash.training.new_draft import new_draft, new_draft_config
+from torchax_dflash.training.padding import pad
 from torchax_dflash.training.recipe import Recipe
 from torchax_dflash.training.sequences import TokenSequence
 
@@ -132,13 +132,8 @@ def prepare(
 
 
 def _sample(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, np.ndarray]:
-    some = [sequence.token_ids for sequence in sequences[:_SAMPLE]]
-    if not some:
+    if not sequences:
         raise config_error(
             "--data", "sequences", "none", "Run `train_draft.py generate` first."
         )
-    lengths = np.array([len(ids) for ids in some], np.int32)
-    token_ids = np.zeros((len(some), padded_length(int(lengths.max()))), np.int32)
-    for row, ids in enumerate(some):
-        token_ids[row, : len(ids)] = ids
-    return token_ids, lengths
+    return pad(sequences[:_SAMPLE])
