@@ -41,6 +41,7 @@ from torchax_dflash import (
     TargetModel,
 )
 from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
+from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
 from torchax_dflash.text import chat_token_ids
 from torchax_dflash.weights import find_checkpoint
 
@@ -96,7 +97,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     sampling.add_argument(
         "--draft-sample-method",
-        choices=["greedy", "probabilistic"],
+        choices=DRAFT_SAMPLE_METHODS,
         default="probabilistic",
         help="propose the draft's likeliest tokens, or draw them, which is accepted "
         "more often (default: probabilistic)",

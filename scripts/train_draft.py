@@ -234,13 +234,18 @@ def evaluate(arguments: argparse.Namespace) -> None:
         max_model_len=1024,
         max_num_seqs=arguments.max_num_seqs,
         num_speculative_tokens=arguments.num_speculative_tokens,
+        draft_sample_method=arguments.draft_sample_method,
     )
     found: dict[str, Acceptance] = {}
     for name in arguments.sets:
         questions = evaluation_questions(name)[: arguments.num_prompts]
         with ProgressBar(name) as (_, update):
             found[name] = measure(
-                generator, questions, max_tokens=arguments.max_tokens, on_answer=update
+                generator,
+                questions,
+                max_tokens=arguments.max_tokens,
+                temperature=arguments.temperature,
+                on_answer=update,
             )
     report.write(
         arguments.out or place / "report",
@@ -252,6 +257,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
             target_hash=fingerprint(folder),
             dtype=arguments.dtype,
             max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            draft_sample_method=arguments.draft_sample_method,
             run=arguments.run,
         ),
     )

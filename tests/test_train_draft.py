@@ -123,6 +123,11 @@ def test_train_export_evaluate(main, target, generated, tmp_path):
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "| chat |" in (out / "README.md").read_text()
 
+    drawn = ["--temperature", "1", "--draft-sample-method", "probabilistic"]
+    assert main([*command, *numbers, "--sets", "chat", *drawn]) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["sampling"] == "temperature 1.0, probabilistic drafts"
+
     other = tmp_path / "speculators"
     command = ["export", *options, "--draft", str(run / "draft"), "--out", str(other)]
     assert main([*command, "--speculators"]) == 0

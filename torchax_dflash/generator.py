@@ -26,6 +26,7 @@ from torchax_dflash.request import (
     SamplingParams,
     StreamEvent,
 )
+from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
 from torchax_dflash.stats import RunStats, compilations
 from torchax_dflash.target_model import TargetModel
 
@@ -73,10 +74,10 @@ class Generator:
         ):
             if value < 1:
                 raise config_error(name, "at least 1", value, "Raise it.")
-        if draft_sample_method not in ("greedy", "probabilistic"):
+        if draft_sample_method not in DRAFT_SAMPLE_METHODS:
             raise config_error(
                 "draft_sample_method",
-                "greedy or probabilistic",
+                " or ".join(DRAFT_SAMPLE_METHODS),
                 draft_sample_method,
                 "Choose one.",
             )

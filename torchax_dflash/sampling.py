@@ -22,6 +22,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+"""How drafts of sampled requests come: the likeliest tokens, or drawn ones."""
+
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy decoding."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from torchax_dflash.demo import DEMO_TARGET
+from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
 from torchax_dflash.training.questions import SETS
 from torchax_dflash.training.recipe import PRESETS, Recipe
 
@@ -150,6 +151,11 @@ def _add_evaluate(steps: Any) -> None:
     add("--max-num-seqs", type=int, default=8, help="at the same time (default: 8)")
     add("--num-speculative-tokens", type=int, metavar="K",
         help="drafts a step (default: the draft's block size - 1)")  # fmt: skip
+    add("--temperature", type=float, default=0.0, metavar="X",
+        help="of answers (default: 0, greedy)")  # fmt: skip
+    add("--draft-sample-method", choices=DRAFT_SAMPLE_METHODS, default="greedy",
+        help="with a temperature: take the draft's likeliest tokens, or draw them "
+        "(default: greedy)")  # fmt: skip
     add("--run", type=Path, help="folder of the run that made it, for the curves")
 
 

@@ -51,14 +51,16 @@ def measure(
     questions: list[TrainingPrompt],
     *,
     max_tokens: int,
+    temperature: float = 0.0,
     on_answer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Acceptance:
-    """Answers questions greedily with the draft, and counts.
+    """Answers questions with the draft, and counts.
 
     Args:
         generator: with target, draft and tokenizer.
         questions: asked in the chat template.
         max_tokens: of each answer.
+        temperature: 0 for greedy answers.
         on_answer: called with (answers finished, questions).
 
     Raises:
@@ -69,9 +71,13 @@ def measure(
             "--sets", "at least one question", questions, "Name other sets."
         )
     prompts = [chat_token_ids(generator.tokenizer, q.text) for q in questions]
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=index)
+        for index in range(len(prompts))
+    ]
     outputs: dict[int, GenerationOutput] = {}
     finished = 0
-    for event in generator.stream(prompts, SamplingParams(max_tokens=max_tokens)):
+    for event in generator.stream(prompts, params):
         outputs[event.index] = event.output
         if event.output.finish_reason:
             finished += 1

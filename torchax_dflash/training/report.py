@@ -28,6 +28,8 @@ class Subject:
         target_hash: from `fingerprint`.
         dtype: of computation.
         max_tokens: of an answer.
+        temperature: of answers; 0 is greedy.
+        draft_sample_method: see `Generator`.
         run: folder of the run that made it, or None.
     """
 
@@ -37,7 +39,16 @@ class Subject:
     target_hash: str
     dtype: str
     max_tokens: int
+    temperature: float = 0.0
+    draft_sample_method: str = "greedy"
     run: Path | None = None
+
+    @property
+    def sampling(self) -> str:
+        """In words."""
+        if not self.temperature:
+            return "greedy"
+        return f"temperature {self.temperature}, {self.draft_sample_method} drafts"
 
 
 def write(folder: Path, found: dict[str, Acceptance], subject: Subject) -> None:
@@ -61,6 +72,7 @@ def write(folder: Path, found: dict[str, Acceptance], subject: Subject) -> None:
         "target_sha256": subject.target_hash,
         "dtype": subject.dtype,
         "max_tokens": subject.max_tokens,
+        "sampling": subject.sampling,
         "num_speculative_tokens": _num_drafts(found),
         "acceptance": figures,
         "recipe": recipe,
@@ -82,8 +94,10 @@ def _figure(found: dict[str, Acceptance], log: list[dict[str, Any]]) -> Figure:
     left.grid(alpha=0.3)
     left.legend()
     if rest:
-        blocks = list(accumulate(line.get("blocks", 0) for line in log))
-        pairs = list(zip(blocks, log, strict=True))
+        tokens = accumulate(
+            line["blocks"] * (line["block_size"] - 1) / 1e6 for line in log
+        )
+        pairs = list(zip(tokens, log, strict=True))
         trained = [(at, line["tau"]) for at, line in pairs if "tau" in line]
         held_out = [
             (at, line["held_out"]["tau"]) for at, line in pairs if line.get("held_out")
@@ -91,7 +105,7 @@ def _figure(found: dict[str, Acceptance], log: list[dict[str, Any]]) -> Figure:
         rest[0].plot(*zip(*trained, strict=True), alpha=0.4, label="training")
         if held_out:
             rest[0].plot(*zip(*held_out, strict=True), marker="o", label="held out")
-        rest[0].set(xlabel="blocks trained on", ylabel="tau over all positions")
+        rest[0].set(xlabel="million drafted tokens trained on", ylabel="tau")
         rest[0].grid(alpha=0.3)
         rest[0].legend()
     return figure
@@ -125,8 +139,8 @@ def _card(
         f"of {config.num_target_layers} |",
         f"| target, SHA-256 | `{subject.target_hash[:16]}…` |",
         "",
-        f"## Acceptance (greedy, {subject.dtype}, {subject.max_tokens} tokens an "
-        f"answer, {_num_drafts(found)} drafts a step, chat template)",
+        f"## Acceptance ({subject.sampling}, {subject.dtype}, {subject.max_tokens} "
+        f"tokens an answer, {_num_drafts(found)} drafts a step, chat template)",
         "",
         "Mean tokens a target pass (tau), and the share of steps in which the draft at "
         "each position was accepted.",
