@@ -31,8 +31,8 @@ from torchax_dflash.config import TargetConfig, config_error
 from torchax_dflash.draft_model import DraftModel
 
 _TAPS = 5  # tapped layers of a new draft, as in published ones
-# Of a new DFlash-2 draft.
-_CONV_KERNEL, _SELECTOR_RANK, _SELECTOR_TOP_K = 3, 64, 32
+# Of a new DFlash-2 draft; published ones look one place back, too.
+_CONV_KERNEL, _SELECTOR_RANK, _SELECTOR_TOP_K = 2, 64, 32
 _PREFIX = "model.layers."
 
 
