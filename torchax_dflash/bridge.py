@@ -10,7 +10,7 @@ function with all others. Nothing is global but the registry entry.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ import torchax
 from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchax_dflash.quantization import Int8Weight
 
 # transformers takes any name with "flash" in it for a flash-attention kernel.
 ATTENTION = "static_kv_cache"
@@ -42,6 +44,9 @@ _HARMLESS = frozenset(
 
 Params = dict[str, jax.Array]
 """A module's parameters and buffers by name; see `TorchModule.linear_weights`."""
+
+MaybeQuantized = Mapping[str, jax.Array | Int8Weight]
+"""The same, where linear weights may be kept as int8."""
 
 
 class AttentionCache(Protocol):
@@ -106,15 +111,21 @@ class TorchModule:
     sliding_layers: frozenset[int]
     tied: tuple[tuple[str, str], ...] = ()
 
-    def __call__(self, params: Params, cache: AttentionCache, **inputs: Any) -> Any:
+    def __call__(
+        self, params: MaybeQuantized, cache: AttentionCache, **inputs: Any
+    ) -> Any:
         """Calls the module's forward; arrays in, arrays out (inside a JAX trace).
 
         Raises:
             RuntimeError: a layer did not attend through `cache`.
         """
+        dense = {
+            name: array.dequantize() if isinstance(array, Int8Weight) else array
+            for name, array in params.items()
+        }
         weights = {
             name: array.T if name in self.linear_weights else array
-            for name, array in params.items()
+            for name, array in dense.items()
         }
         weights |= {name: weights[other] for name, other in self.tied}
         with self.running(weights):
@@ -149,7 +160,7 @@ class TorchModule:
                 )
 
     @contextlib.contextmanager
-    def running(self, weights: Params) -> Iterator[None]:
+    def running(self, weights: MaybeQuantized) -> Iterator[None]:
         """The torchax environment, with matrix products as exact as the weights."""
         dtype = next(iter(weights.values())).dtype
         precision = "highest" if dtype == jnp.float32 else "default"

@@ -56,6 +56,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         draft.config.check_target(target)
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
         self.draft = draft.shard(self.mesh, "model")
+        self._last_layer = target.num_hidden_layers - 1
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         text = vllm_config.model_config.hf_config.get_text_config()
         self._tied: bool = text.tie_word_embeddings
@@ -157,10 +158,9 @@ class TorchaxDFlashProposer(DFlashProposer):
         """What the draft was trained on: HF's `hidden_states[id + 1]`."""
         config = self.draft.config
         states = dict(zip(self.tapped_layers, aux_hidden_states, strict=True))
-        last = config.num_target_layers - 1
-        if last in states:
+        if self._last_layer in states:
             assert self.final_hidden_states is not None
-            states[last] = self.final_hidden_states
+            states[self._last_layer] = self.final_hidden_states
         return tuple(states[layer] for layer in config.target_layer_ids)
 
     def warm_up(self) -> None:

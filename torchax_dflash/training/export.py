@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from torchax_dflash.config import config_error
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.training.storage import save_tensors, write_atomically
 
@@ -32,14 +33,24 @@ def export(
 
     Raises:
         OSError: the disk is full; an older export is unharmed.
+        ValueError: the draft is quantised or has its own embedding or head, or nobody
+            knows its target's number of layers.
     """
+    refuse_own_vocabulary(draft)
+    if draft.config.num_target_layers is None:
+        raise config_error(
+            "num_target_layers",
+            "the target's number of layers",
+            None,
+            "Add it to the draft's config.json.",
+        )
     config = _config(draft, dtype)
     if speculators_for is not None:
         config = _speculators_config(draft, config, speculators_for)
     weights = dict(draft.module.module.named_parameters())
     tensors = {
         name: np.asarray(array.T if name in draft.module.linear_weights else array)
-        for name, array in draft.params.items()
+        for name, array in draft.plain_params.items()
         if name in weights
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,9 +61,25 @@ def export(
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
+def refuse_own_vocabulary(draft: DraftModel) -> None:
+    """Raises ValueError unless a draft borrows its target's embedding and head.
+
+    The loss compares over the target's vocabulary and trains neither, and `export`
+    writes the module's weights only.
+    """
+    if not draft.own.is_empty:
+        raise config_error(
+            "draft",
+            "one that borrows its target's embedding and head",
+            "one with its own embed_tokens.weight or lm_head.weight",
+            "Such drafts can be used, but not trained or exported.",
+        )
+
+
 def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:
     hf_config: Any = draft.module.module.config
     config = json.loads(hf_config.to_json_string(use_diff=True))
+    config["num_target_layers"] = draft.config.num_target_layers
     config["architectures"] = [type(draft.module.module).__name__]
     config["dtype"] = dtype
     # Readers older than transformers 5 look here.
@@ -71,7 +98,9 @@ def _speculators_config(
     block_size = draft.config.block_size
     own = ("architectures", "block_size", "dflash_config", "num_target_layers", "dtype")
     layers = {name: value for name, value in config.items() if name not in own}
-    return {
+    # vLLM 0.32 takes "false" for causal in full layers, too: left out where it is.
+    non_causal = {"sliding_window_non_causal": True}
+    return (non_causal if layers.get("is_causal") is False else {}) | {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
         "dtype": config["dtype"],
