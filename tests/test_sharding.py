@@ -34,3 +34,8 @@ def test_the_same_numbers_and_each_device_its_share(devices):
     # norms, a few rows of them, are whole on each
     assert found["weights_share"] == pytest.approx(1 / devices, rel=0.05)
     assert found["pool_stays_split"]
+    # int8 weights and their scales, and an own embedding and head
+    assert found["int8_error"] <= 1e-5
+    assert found["int8_same_drafts"]
+    assert found["int8_weights_share"] == pytest.approx(1 / devices, rel=0.25)
+    assert found["own_share"] == pytest.approx(1 / devices)

@@ -10,7 +10,7 @@ function with all others. Nothing is global but the registry entry.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torchax_dflash.quantization import Int8Weight
+from torchax_dflash.quantization import MaybeQuantized, dequantize
 
 # transformers takes any name with "flash" in it for a flash-attention kernel.
 ATTENTION = "static_kv_cache"
@@ -44,9 +44,6 @@ _HARMLESS = frozenset(
 
 Params = dict[str, jax.Array]
 """A module's parameters and buffers by name; see `TorchModule.linear_weights`."""
-
-MaybeQuantized = Mapping[str, jax.Array | Int8Weight]
-"""The same, where linear weights may be kept as int8."""
 
 
 class AttentionCache(Protocol):
@@ -119,10 +116,7 @@ class TorchModule:
         Raises:
             RuntimeError: a layer did not attend through `cache`.
         """
-        dense = {
-            name: array.dequantize() if isinstance(array, Int8Weight) else array
-            for name, array in params.items()
-        }
+        dense, inputs = dequantize(params, inputs)
         weights = {
             name: array.T if name in self.linear_weights else array
             for name, array in dense.items()

@@ -24,7 +24,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from torchax.interop import jax_view, torch_view
 
-from torchax_dflash.bridge import MaybeQuantized, Params, TorchModule
+from torchax_dflash.bridge import Params, TorchModule
 from torchax_dflash.config import DFlashConfig, config_error
 from torchax_dflash.formats import (
     ARCHITECTURES,
@@ -33,7 +33,12 @@ from torchax_dflash.formats import (
     read_vocabulary,
 )
 from torchax_dflash.kv_cache import KVPool, StaticKVCache
-from torchax_dflash.quantization import Int8Weight, check_quantization, kept_weights
+from torchax_dflash.quantization import (
+    Int8Weight,
+    MaybeQuantized,
+    check_quantization,
+    kept_weights,
+)
 from torchax_dflash.sharding import pool_sharding, shard_params, shard_table
 from torchax_dflash.vocabulary import OwnVocabulary, TargetHead
 from torchax_dflash.weights import (

@@ -11,8 +11,9 @@ where XLA can fuse the product into the matrix multiplication that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,25 @@ class Int8Weight:
     def dequantize(self) -> jax.Array:
         """The weight it stands for, [in, out]."""
         return (self.values.astype(jnp.float32) * self.scale).astype(self.dtype)
+
+
+MaybeQuantized = Mapping[str, jax.Array | Int8Weight]
+"""A module's parameters and buffers by name, of which some may be kept as int8."""
+
+
+def dequantize(
+    params: MaybeQuantized, inputs: dict[str, Any]
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Params as a module takes them, and its inputs.
+
+    The barrier makes the weights depend on the inputs. Without it XLA would take the
+    dequantisation out of a decode loop, and keep all weights in full beside the int8.
+    """
+    kept = {n: w for n, w in params.items() if isinstance(w, Int8Weight)}
+    if kept:
+        kept, inputs = jax.lax.optimization_barrier((kept, inputs))
+    plain = {n: w for n, w in params.items() if not isinstance(w, Int8Weight)}
+    return plain | {n: w.dequantize() for n, w in kept.items()}, inputs
 
 
 def check_quantization(quantization: str | None) -> None:

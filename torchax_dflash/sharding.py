@@ -19,9 +19,8 @@ from functools import partial
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torchax_dflash.bridge import MaybeQuantized
 from torchax_dflash.config import DFlashConfig, TargetConfig
-from torchax_dflash.quantization import Int8Weight
+from torchax_dflash.quantization import Int8Weight, MaybeQuantized
 
 _BY_HEAD = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _BY_OUTPUT = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc"})
