@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from checkpoints import BRINGS, KNOWN, own_tensors, write_speculators
 from conftest import (
     BLOCK,
     HIDDEN,
@@ -42,67 +43,6 @@ from torchax_dflash.draft_model import draft_logits, draft_tokens
 from torchax_dflash.vocabulary import OwnVocabulary, rows_of_tokens
 
 LIBRARY = Path(__file__).parent / "data" / "speculators-dflash"
-KNOWN = [1, 2, 4, 5, 8, 9, 10, 12, 15, 16, 17, 20, 21, 23, 26, 27, 28, 29, 30]
-AUX = [1, 3, 4]  # of make_torch_draft's target_layer_ids [0, 2, 3]
-
-
-def write_speculators(folder, module, extra, **fields):
-    """A checkpoint as the `speculators` library lays it out, of any module."""
-    layers = json.loads(module.config.to_json_string(use_diff=True))
-    for name in ("architectures", "block_size", "dflash_config", "num_target_layers"):
-        layers.pop(name, None)
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "aux_hidden_state_layer_ids": AUX,
-        "block_size": module.block_size,
-        "draft_vocab_size": len(extra.get("lm_head.weight", range(VOCAB))),
-        "mask_token_id": MASK_ID,
-        "sample_from_anchor": False,
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": module.block_size - 1}
-            ],
-            "verifier": {"architectures": [], "name_or_path": "someone/target"},
-        },
-        "speculators_model_type": "dflash",
-        "speculators_version": "0.9.0",
-        "transformer_layer_config": layers,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    save_file(module.state_dict() | extra, folder / "model.safetensors")
-
-
-def own_tensors(*, embedding=False, head=False, known=None):
-    """Of a draft: its own embedding and head, over all tokens or those known."""
-    generator = torch.Generator().manual_seed(11)
-    found = {}
-    if embedding:
-        size = (VOCAB, HIDDEN)
-        found["embed_tokens.weight"] = torch.randn(size, generator=generator) * 0.3
-    if head:
-        size = (len(known) if known else VOCAB, HIDDEN)
-        found["lm_head.weight"] = torch.randn(size, generator=generator) * 0.3
-    if known:
-        found["d2t"] = torch.tensor(known) - torch.arange(len(known))
-        found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
-        found["t2d"][known] = True
-    return found
-
-
-BRINGS = {
-    "nothing": {},
-    "embedding": {"embedding": True},
-    "head": {"head": True},
-    "both": {"embedding": True, "head": True},
-    "head of some tokens": {"embedding": True, "head": True, "known": KNOWN},
-    "head of some tokens, in no order": {
-        "head": True,
-        "known": [*KNOWN[7:], *KNOWN[:7]],
-    },
-}
 
 
 def saved_draft(folder, form, module, brings):

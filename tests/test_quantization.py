@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8 weights: exactly the module with the rounded weights, a quarter of the bytes."""
 
-import copy
-import re
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from checkpoints import BRINGS, LINEAR, own_tensors, rounded, write_speculators
 from conftest import (
     BLOCK,
     MASK_ID,
@@ -19,28 +17,11 @@ from conftest import (
 )
 from test_bad_input import assert_four_parts
 from test_draft_parity import VARIANTS, Oracle, Ours, history
-from test_formats import BRINGS, arguments_of, own_tensors, write_speculators
+from test_formats import arguments_of
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, decoding
 from torchax_dflash.draft_model import draft_tokens
 from torchax_dflash.quantization import Int8Weight
-
-LINEAR = re.compile(r"fc|[qkvo]_proj|(gate|up|down)_proj")
-
-
-def rounded(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the module whose linear weights are what int8 can hold.
-
-    By NumPy, so that nothing here is what is tested.
-    """
-    module = copy.deepcopy(module)
-    for name, layer in module.named_modules():
-        if LINEAR.fullmatch(name.split(".")[-1]):
-            weight = layer.weight.detach().numpy()
-            scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(127)
-            scale[scale == 0] = 1
-            layer.weight.data = torch.from_numpy(np.round(weight / scale) * scale)
-    return module
 
 
 def quantized(module, **options) -> DraftModel:

@@ -33,6 +33,7 @@ from torchax_dflash.config import TargetConfig
 from torchax_dflash.draft_model import DraftModel, draft_tokens, ingest
 from torchax_dflash.kv_cache import KVPool, slots_of
 from torchax_dflash.serving.head import ServedHead
+from torchax_dflash.serving.options import draft_quantization
 
 
 class TorchaxDFlashProposer(DFlashProposer):
@@ -50,7 +51,10 @@ class TorchaxDFlashProposer(DFlashProposer):
         model = speculative.draft_model_config
         dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         draft = DraftModel.from_pretrained(
-            model.model, dtype=dtype, trust_remote_code=model.trust_remote_code
+            model.model,
+            dtype=dtype,
+            trust_remote_code=model.trust_remote_code,
+            quantization=draft_quantization(vllm_config),
         )
         target = TargetConfig.from_hf(vllm_config.model_config.hf_config)
         draft.config.check_target(target)
