@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static configuration: the quirks of Hugging Face configs are read here only.
 
+Those of the `speculators` library become such a config first, in speculators.py.
+
 Dimension key, used in every shape comment of this package:
 
     B  requests in a batch          T  new context rows, flat and padded
