@@ -302,6 +302,13 @@ def test_broken_configs(reduced, changes, field):
     assert str(error.value).startswith(field)
 
 
+def test_an_embedding_for_the_mask_alone_is_refused(reduced):
+    (reduced / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="expected") as error:
+        DraftModel.from_pretrained(reduced)
+    assert str(error.value).startswith("mask_embedding.pt: expected no such file, got")
+
+
 def offsets(known):
     return torch.tensor(known) - torch.arange(len(known))
 

@@ -40,6 +40,8 @@ from torchax_dflash.config import DFlashConfig, config_error, remote_class
 from torchax_dflash.vocabulary import OwnVocabulary, rows_of_tokens
 from torchax_dflash.weights import check_shape, tensors
 
+# vLLM reads it: the mask token's embedding, instead of the target's.
+_MASK_EMBEDDING = "mask_embedding.pt"
 ARCHITECTURES = {"DFlashDraftModel": dflash.model.DFlashDraftModel}
 """Classes of the `dflash` package, by the name that checkpoints give."""
 
@@ -94,6 +96,14 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> DraftCheckpoint:
             scheme,
             "Quantised checkpoints are not read: load the original, with "
             "quantization='int8' if you like.",
+        )
+    if (folder / _MASK_EMBEDDING).exists():
+        raise config_error(
+            _MASK_EMBEDDING,
+            "no such file",
+            str(folder / _MASK_EMBEDDING),
+            "Drafts with an embedding of their own for the mask alone are not "
+            "supported: write it into embed_tokens.weight.",
         )
     config = DFlashConfig.from_hf(hf_config, own_code=own_code)
     if speculators.is_speculators(raw):

@@ -56,7 +56,8 @@ class OwnVocabulary:
         """Raw embeddings, int32 [...] -> [..., D]."""
         if self.embedding is None:
             return target.embed(token_ids)
-        return jnp.take(self.embedding, token_ids, axis=0)
+        # A target's padding may have more ids than the embedding has rows.
+        return jnp.take(self.embedding, token_ids, axis=0, mode="clip")
 
     def project(self, hidden: jax.Array, target: TargetHead) -> jax.Array:
         """Raw logits, [..., D] -> [..., tokens that the head knows]."""

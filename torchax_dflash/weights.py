@@ -50,6 +50,7 @@ def find_checkpoint(name_or_path: str | Path) -> Path:
             "such folder. Check the spelling."
         )
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    patterns.append("mask_embedding.pt")  # of some drafts, which are refused
     try:
         return Path(
             snapshot_download(
