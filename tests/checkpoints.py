@@ -7,11 +7,10 @@ import re
 
 import numpy as np
 import torch
-from conftest import HIDDEN, MASK_ID, VOCAB
+from conftest import HIDDEN, MASK_ID, TARGET_LAYERS, VOCAB
 from safetensors.torch import save_file
 
 KNOWN = [1, 2, 4, 5, 8, 9, 10, 12, 15, 16, 17, 20, 21, 23, 26, 27, 28, 29, 30]
-AUX = [1, 3, 4]  # of make_torch_draft's target_layer_ids [0, 2, 3]
 
 
 def write_speculators(folder, module, extra, **fields):
@@ -21,10 +20,11 @@ def write_speculators(folder, module, extra, **fields):
         layers.pop(name, None)
     config = {
         "architectures": ["DFlashDraftModel"],
-        "aux_hidden_state_layer_ids": AUX,
+        "aux_hidden_state_layer_ids": [i + 1 for i in module.target_layer_ids],
         "block_size": module.block_size,
         "draft_vocab_size": len(extra.get("lm_head.weight", range(VOCAB))),
         "mask_token_id": MASK_ID,
+        "num_target_layers": TARGET_LAYERS,  # as in our exports: most here tap the last
         "sample_from_anchor": False,
         "speculators_config": {
             "algorithm": "dflash",

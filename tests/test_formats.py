@@ -36,7 +36,6 @@ from test_sampling import (
     sampled_counts,
     small,
 )
-from transformers import LlamaForCausalLM
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
 from torchax_dflash.draft_model import draft_logits, draft_tokens
@@ -119,7 +118,6 @@ def test_a_checkpoint_that_the_library_wrote():
     said = load_file(LIBRARY / "drafts.safetensors")
     torch_target.get_input_embeddings().weight.data.copy_(said["embedding"])
     target = TargetModel.from_torch(torch_target)
-    draft.config.check_target(target.config)
     said = {name: tensor.numpy() for name, tensor in said.items()}
     ours = Ours(draft, 2)
     ours.ingest(list(said["features"]))
@@ -351,17 +349,27 @@ def test_a_whole_vocabulary_that_is_mapped_elsewhere(tmp_path):
     assert draft.own.row_of_token[np.array(order)].tolist() == list(range(VOCAB))
 
 
-def test_another_target(tmp_path):
+@pytest.mark.parametrize(
+    ("depth", "last", "field"),
+    [
+        (None, 1, None),
+        # its state would be the one before the final norm
+        (None, TARGET_LAYERS - 1, "target_layer_ids"),
+        (None, TARGET_LAYERS, "target_layer_ids"),
+        (TARGET_LAYERS, TARGET_LAYERS - 1, None),
+        (TARGET_LAYERS + 1, 1, "num_target_layers"),
+    ],
+)
+def test_another_target(tmp_path, depth, last, field):
     """The library's configs do not say how deep the target is, but which layers."""
-    write_speculators(tmp_path, make_torch_draft(), {})
-    config = make_torch_target("llama", tied=True).config
-    config.num_hidden_layers = 3
+    module = make_torch_draft(dflash_config={"target_layer_ids": [0, last]})
+    write_speculators(tmp_path, module, {}, num_target_layers=depth)
+    edit_config(tmp_path, {"num_target_layers": depth})
     draft = DraftModel.from_pretrained(tmp_path)
+    target = pair("llama", False).target
+    if field is None:
+        Generator(target, draft)
+        return
     with pytest.raises(ValueError, match="expected") as error:
-        Generator(TargetModel.from_torch(LlamaForCausalLM(config)), draft)
-    assert_four_parts(error, "target_layer_ids")
-    edit_config(tmp_path, {"num_target_layers": TARGET_LAYERS + 1})
-    draft = DraftModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="expected") as error:
-        Generator(pair("llama", False).target, draft)
-    assert_four_parts(error, "num_target_layers")
+        Generator(target, draft)
+    assert_four_parts(error, field)

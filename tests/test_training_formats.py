@@ -30,8 +30,9 @@ def start_from(folder, target):
 
 def test_starting_from_the_speculators_format(tmp_path):
     """It does not say how many layers the target has; the export does."""
-    target, module = pair("llama", False).target, make_torch_draft()
-    write_speculators(tmp_path / "given", module, {})
+    target = pair("llama", False).target
+    module = make_torch_draft(dflash_config={"target_layer_ids": [0, 1]})
+    write_speculators(tmp_path / "given", module, {}, num_target_layers=None)
     draft = start_from(tmp_path / "given", target)
     export(draft, tmp_path / "plain", dtype="float32")
     again = DraftModel.from_pretrained(tmp_path / "plain")
@@ -65,7 +66,9 @@ def test_our_export_is_read_again(tmp_path, is_causal):
 
 
 def test_an_unknown_depth_is_not_exported(tmp_path):
-    write_speculators(tmp_path / "given", make_torch_draft(), {})
+    write_speculators(
+        tmp_path / "given", make_torch_draft(), {}, num_target_layers=None
+    )
     draft = DraftModel.from_pretrained(tmp_path / "given")
     with pytest.raises(ValueError, match="expected") as error:
         export(draft, tmp_path / "plain")

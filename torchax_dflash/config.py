@@ -200,10 +200,12 @@ class DFlashConfig:
                 remedy,
             )
         if self.num_target_layers is None:
-            if max(self.target_layer_ids) >= target.num_hidden_layers:
+            # Of the last layer, `speculators` takes the output before the final norm.
+            if max(self.target_layer_ids) >= target.num_hidden_layers - 1:
                 raise config_error(
                     "target_layer_ids",
-                    f"layers of the target, 0 to {target.num_hidden_layers - 1}",
+                    f"layers before the target's last, 0 to "
+                    f"{target.num_hidden_layers - 2}",
                     list(self.target_layer_ids),
                     remedy,
                 )

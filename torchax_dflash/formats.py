@@ -8,8 +8,9 @@
                                                          is the input of layer i, so
                                                          the output of layer i - 1
 
-The output of layer i is `hidden_states[i + 1]` of transformers (whose last entry went
-through the final norm as well). vLLM counts aux hidden states as `speculators` does.
+The output of layer i is `hidden_states[i + 1]` of transformers. vLLM counts aux hidden
+states as `speculators` does. Of the last layer, transformers' state went through the
+final norm and vLLM's did not: drafts of the library that tap it are refused.
 
 Any of them may bring tensors beside the module's own:
 

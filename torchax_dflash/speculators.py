@@ -10,7 +10,8 @@
     sliding_window_non_causal: true    is_causal: false (without it, sliding layers are
                                        causal and full ones are not, in both)
     draft_vocab_size                   draft_vocab_size
-    (none; our exports add it)         num_target_layers
+    (none; our exports add it, and     num_target_layers
+    mean transformers' states)
 
 Source: speculators 0.9.0, `models/dflash/{config,core,attention}.py`. In one point its
 training differs from the module, and vLLM does as the module: a sliding window reaches
@@ -87,7 +88,7 @@ def translate(raw: Mapping[str, Any]) -> Qwen3Config:
         "target_layer_ids": [layer - 1 for layer in aux],
     }
     # The module wants a number; `complete` says whether it is known.
-    config.num_target_layers = raw.get("num_target_layers", max(aux))
+    config.num_target_layers = raw.get("num_target_layers") or max(aux)
     if raw.get("sliding_window_non_causal"):
         config.is_causal = False
     return config
