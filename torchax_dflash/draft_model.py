@@ -145,7 +145,8 @@ class DraftModel:
             expected = "a draft with weights as they are"
             remedy = "Load it without quantization."
             raise config_error("quantization", expected, self.quantization, remedy)
-        return {n: a for n, a in self.params.items() if isinstance(a, jax.Array)}
+        kept = self.params.items()
+        return {name: a for name, a in kept if not isinstance(a, Int8Weight)}
 
     @property
     def num_bytes(self) -> int:
