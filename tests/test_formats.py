@@ -66,9 +66,16 @@ def arguments_of(ours, count):
     }
 
 
-@pytest.mark.parametrize("form", ["dflash", "speculators"])
-@pytest.mark.parametrize("brings", BRINGS)
-@pytest.mark.parametrize("capped", [False, True], ids=["plain", "scaled and capped"])
+@pytest.mark.parametrize(
+    ("form", "brings", "capped"),
+    [
+        *(("dflash", brings, False) for brings in BRINGS),
+        *(("speculators", brings, False) for brings in BRINGS),
+        # the library has no fields for these
+        ("dflash", "nothing", True),
+        ("dflash", "head of some tokens", True),
+    ],
+)
 def test_drafts_are_the_modules_with_what_it_brings(tmp_path, form, brings, capped):
     """The reference: the unmodified module, and PyTorch's own embedding and head."""
     scales = {
@@ -76,8 +83,6 @@ def test_drafts_are_the_modules_with_what_it_brings(tmp_path, form, brings, capp
         "output_multiplier": 0.5,
         "final_logit_softcapping": 2.0,
     }
-    if capped and form == "speculators":
-        pytest.skip("the library has no such fields")
     module = make_torch_draft(dflash_config=scales if capped else {})
     target = pair("llama", False)
     draft, extra = saved_draft(tmp_path, form, module, brings)
@@ -129,10 +134,13 @@ def test_a_checkpoint_that_the_library_wrote():
     assert drafts.tolist() == said["drafts"].tolist()
 
 
-@pytest.mark.parametrize("brings", ["both", "head of some tokens"])
 @pytest.mark.parametrize(
-    ("temperature", "method"),
-    [(0.0, "greedy"), (1.0, "greedy"), (1.0, "probabilistic")],
+    ("brings", "temperature", "method"),
+    [
+        ("both", 0.0, "greedy"),
+        ("head of some tokens", 0.0, "greedy"),
+        ("head of some tokens", 1.0, "probabilistic"),
+    ],
 )
 def test_generating_with_a_draft_of_its_own_head(tmp_path, brings, temperature, method):
     """Lossless, whatever it drafts; with penalties and filters nothing becomes NaN."""
@@ -300,6 +308,23 @@ def test_broken_configs(reduced, changes, field):
     assert str(error.value).startswith(field)
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_configs_that_cannot_be_read(reduced, text):
+    (reduced / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"config\.json: expected .*, got .*again"):
+        DraftModel.from_pretrained(reduced)
+
+
+def test_a_mapping_without_a_head(reduced):
+    change_weights(reduced, lambda weights: weights.pop("lm_head.weight"))
+    order = torch.arange(VOCAB).flip(0)
+    changes = {"d2t": order - torch.arange(VOCAB), "t2d": torch.ones(VOCAB).bool()}
+    change_weights(reduced, lambda weights: weights.update(changes))
+    edit_config(reduced, {"draft_vocab_size": None})
+    with pytest.raises(ValueError, match=r"lm_head\.weight of .*: expected a tensor"):
+        DraftModel.from_pretrained(reduced)
+
+
 def test_an_embedding_for_the_mask_alone_is_refused(reduced):
     (reduced / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(ValueError, match="expected") as error:
@@ -323,6 +348,7 @@ def offsets(known):
         (lambda w: w.update(d2t=offsets([-1, *KNOWN[1:]])), r"d2t of .* got \[-1\]"),
         (lambda w: w.update(d2t=offsets([*KNOWN[:-1], KNOWN[0]])),
          "d2t of .*: expected 19 different tokens, got '18'"),
+        (lambda w: w.update(d2t=w["d2t"].float()), "d2t of .*: expected integers, got"),
         (lambda w: w.update(t2d=~w["t2d"]), "t2d of .*: expected true at the 19 "),
         (lambda w: w.update(t2d=w["t2d"][:-1].clone()), "t2d: expected shape"),
         (lambda w: w.update({"embed_tokens.weight": torch.zeros(VOCAB, 2)}),

@@ -81,7 +81,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> DraftCheckpoint:
     Raises:
         ValueError: an unknown format or architecture, or a config that is broken.
     """
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    raw = _read_json(folder / "config.json")
     if speculators.is_speculators(raw):
         hf_config = speculators.translate(raw)
         module_class, own_code = dflash.model.DFlashDraftModel, False
@@ -136,7 +136,7 @@ def read_vocabulary(
             found[name] = found[name].astype(dtype)
     token_ids = _token_ids(folder, own, config)
     if _HEAD not in found:
-        if known != size:
+        if known != size or (token_ids != np.arange(size)).any():
             raise _missing(_HEAD, folder, config)
         return OwnVocabulary(embedding=found.get(_EMBEDDING))
     return OwnVocabulary(
@@ -155,6 +155,13 @@ def _token_ids(folder: Path, own: frozenset[str], config: DFlashConfig) -> np.nd
     if _TOKEN_OFFSETS in found:
         offsets = found[_TOKEN_OFFSETS]
         check_shape(_TOKEN_OFFSETS, offsets, (known,), folder)
+        if not np.issubdtype(offsets.dtype, np.integer):
+            raise config_error(
+                f"{_TOKEN_OFFSETS} of {folder}",
+                "integers",
+                str(offsets.dtype),
+                "Export the draft again.",
+            )
         token_ids = token_ids + offsets
     elif known != size:
         raise _missing(_TOKEN_OFFSETS, folder, config)
@@ -186,13 +193,23 @@ def _token_ids(folder: Path, own: frozenset[str], config: DFlashConfig) -> np.nd
     return token_ids
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise config_error(str(file), "JSON", str(error), "Fetch it again.") from error
+    if not isinstance(raw, dict):
+        raise config_error(str(file), "a mapping", raw, "Fetch it again.")
+    return raw
+
+
 def _missing(name: str, folder: Path, config: DFlashConfig) -> ValueError:
     return config_error(
         f"{name} of {folder}",
         f"a tensor (draft_vocab_size is {config.draft_vocab_size}, vocab_size "
         f"{config.vocab_size})",
         None,
-        "A draft with a reduced vocabulary needs lm_head.weight and d2t.",
+        "A draft with a vocabulary of its own needs lm_head.weight and d2t.",
     )
 
 
