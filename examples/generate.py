@@ -103,6 +103,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "more often (default: probabilistic)",
     )
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add(
+        "--draft-quantization",
+        choices=["int8"],
+        help="keep the draft's linear weights in a byte each",
+    )
     add("--ignore-eos", action="store_true", help="go on after the end of the answer")
     add("--compare", action="store_true", help="also decode plainly, and compare")
     add(
@@ -165,6 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.draft or DEMO_DRAFT,
             dtype=arguments.dtype,
             trust_remote_code=arguments.trust_remote_code,
+            quantization=arguments.draft_quantization,
         )
     k = arguments.num_speculative_tokens
     if k is None and jax.default_backend() == "cpu":

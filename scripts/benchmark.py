@@ -73,6 +73,11 @@ def main() -> int:
         metavar="K",
         help="drafts a step of our own decoder (default: 3)",
     )
+    add(
+        "--draft-quantization",
+        choices=["int8"],
+        help="keep the draft's linear weights in a byte each (ours only)",
+    )
     add("--json", action="store_true", help="print one JSON object on stdout")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.max_tokens < 2:
@@ -93,7 +98,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]
     """All figures: seconds for `verify`, tokens a second for `decode`."""
     folder = demo_target()
     target = TargetModel.from_pretrained(folder)
-    draft = DraftModel.from_pretrained(DEMO_DRAFT)
+    draft = DraftModel.from_pretrained(
+        DEMO_DRAFT, quantization=arguments.draft_quantization
+    )
     rounds = arguments.rounds
     verify = in_turns(verify_variants(target, draft), rounds, progress, "verify")
     decode = {}

@@ -156,6 +156,8 @@ class DraftOracle:
         states = outputs.hidden_states
         taps = [states[i + 1] for i in self.draft.target_layer_ids]
         self.features = torch.cat(taps, dim=-1)
+        self.embed = self.target.get_input_embeddings()
+        self.head = self.target.get_output_embeddings()
 
     @torch.no_grad()
     def drafts(self, context_len: int, k: int) -> list[int]:
@@ -164,20 +166,22 @@ class DraftOracle:
         block = torch.tensor([[self.ids[context_len], *masks]])
         hidden = self.draft(
             target_hidden=self.features[:, :context_len],
-            noise_embedding=self.target.get_input_embeddings()(block),
+            noise_embedding=self.embed(block),
             position_ids=torch.arange(context_len + k + 1)[None],
         )
-        head = self.target.get_output_embeddings()
         if isinstance(self.draft, DFlash2DraftModel):
             anchor = block[:, 0]
-            return self.draft.propose(hidden[:, 1:], anchor, head, 0.0)[0][0].tolist()
-        return head(hidden[:, 1:])[0].argmax(-1).tolist()
+            path, _, _ = self.draft.propose(hidden[:, 1:], anchor, self.head, 0.0)
+            return path[0].tolist()
+        return self.head(hidden[0, 1:]).argmax(-1).tolist()
 
 
-def check_drafts(tiny, batch: dict, outputs: list, drafts: list) -> int:
+def check_drafts(
+    tiny, batch: dict, outputs: list, drafts: list, oracle=DraftOracle
+) -> int:
     """Every draft that an engine made is the oracle's; returns how many there were."""
     texts = [p + o for p, o in zip(batch["prompts"], outputs, strict=True)]
-    oracles = [DraftOracle(tiny, text) for text in texts]
+    oracles = [oracle(tiny, text) for text in texts]
     checked = 0
     for index, context_len, anchor, draft_token_ids in drafts:
         if context_len >= len(texts[index]):

@@ -2,6 +2,7 @@
 """Usage: sharding_case.py. Prints a JSON object; see test_sharding.py."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from torchax_dflash import DraftModel, TargetModel
 from torchax_dflash.draft_model import draft_hidden_states, ingest
 from torchax_dflash.drafting import draft_tokens
 from torchax_dflash.kv_cache import slots_of
+from torchax_dflash.vocabulary import OwnVocabulary, rows_of_tokens
 
 LENGTHS = [11, 3, 0, 25]
 PAGES, PAGE_SIZE, BLOCK = 32, 4, 6
@@ -98,6 +100,22 @@ def main() -> None:
             array.sharding.is_equivalent_to(split.pool_sharding, array.ndim)
             for array in jax.tree.leaves(pool)
         ),
+    }
+    small = DraftModel.from_torch(make_torch_draft(**heads), quantization="int8")
+    vocabulary = OwnVocabulary(
+        embedding=target.params["model.embed_tokens.weight"],
+        head=target.params["lm_head.weight"][:, 8:],
+        row_of_token=rows_of_tokens(np.arange(8, VOCAB), VOCAB),
+    )
+    small = replace(small, own=vocabulary)
+    _, want_hidden, want_tokens = run(small, target)
+    split = small.shard(mesh, "model")
+    _, hidden, tokens = run(split, target)
+    result |= {
+        "int8_error": float(np.abs(hidden - want_hidden).max()),
+        "int8_same_drafts": bool((tokens == want_tokens).all()),
+        "int8_weights_share": share(split.params),
+        "own_share": share((split.own.embedding, split.own.head)),
     }
     print(json.dumps(result))
 

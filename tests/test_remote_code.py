@@ -2,12 +2,20 @@
 """Drafts that bring their own module, by the protocol of the first hub checkpoints.
 
 Unlike the package's class it looks attention up by its config, has `block_size` at the
-top level only, and no `compute_logits`.
+top level only, and no `compute_logits`; windows arrive at the attention function as a
+keyword only; the loop around it crops the cache to a length, and tells all layers that
+they are not causal. (Repository z-lab/dflash, `dflash/model.py` of April 2026.)
 """
 
+from itertools import accumulate
+
+import numpy as np
 import pytest
-from conftest import make_torch_draft, pair
+import torch
+from conftest import MASK_ID, make_torch_draft, pair, random_prompts
 from test_bad_input import assert_four_parts, edit_config
+from test_draft_parity import Oracle, Ours, history
+from transformers import AutoModel, DynamicCache
 
 from torchax_dflash import DraftModel, Generator, SamplingParams
 
@@ -25,6 +33,8 @@ class OwnAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.head_dim, self.is_causal = config.head_dim, False
+        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if sliding else None
         self.num_key_value_groups = (
             config.num_attention_heads // config.num_key_value_heads
         )
@@ -55,7 +65,10 @@ class OwnAttention(nn.Module):
         attend = eager_attention_forward
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        out, _ = attend(self, q, k, v, None, scaling=self.head_dim**-0.5, **kwargs)
+        out, _ = attend(
+            self, q, k, v, None, scaling=self.head_dim**-0.5,
+            sliding_window=self.sliding_window, **kwargs,
+        )
         return self.o_proj(out.reshape(*hidden.shape[:2], -1))
 
 
@@ -142,10 +155,116 @@ def test_own_module_drafts_what_the_packages_would(own_code):
     assert max(outputs[0][0].acceptance_lengths) > 1
 
 
+@torch.inference_mode()
+def generate_as_in_april(draft, target, prompt, max_tokens):
+    """The loop that such checkpoints were made for; tokens and acceptance lengths."""
+    ids, lengths = list(prompt), []
+    of_target, of_draft = DynamicCache(), DynamicCache()
+
+    def verify(tokens):
+        outputs = target(
+            torch.tensor([tokens]),
+            past_key_values=of_target,
+            use_cache=True,
+            output_hidden_states=True,
+        )
+        taps = [outputs.hidden_states[i + 1] for i in draft.target_layer_ids]
+        return outputs.logits[0].argmax(-1).tolist(), torch.cat(taps, dim=-1)
+
+    choices, features = verify(ids)
+    ids.append(choices[-1])
+    while len(ids) < len(prompt) + max_tokens:
+        start = len(ids) - 1
+        block = [ids[-1]] + [MASK_ID] * (draft.block_size - 1)
+        seen = of_draft.get_seq_length()
+        hidden = draft(
+            target_hidden=features,
+            noise_embedding=target.model.embed_tokens(torch.tensor([block])),
+            position_ids=torch.arange(seen, start + len(block))[None],
+            past_key_values=of_draft,
+            use_cache=True,
+            is_causal=False,
+        )
+        of_draft.crop(start)
+        block[1:] = target.lm_head(hidden[0, 1:]).argmax(-1).tolist()
+        choices, features = verify(block)
+        count = 0
+        while count < len(block) - 1 and block[count + 1] == choices[count]:
+            count += 1
+        ids += [*block[1 : count + 1], choices[count]]
+        features = features[:, : count + 1]
+        of_target.crop(start + count + 1)
+        lengths.append(count + 1)
+    return ids[len(prompt) :], lengths
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_own_module_step_by_step_as_in_its_own_loop(own_code, attention):
+    """Loaded as anyone would, by transformers, and run in PyTorch."""
+    tiny = pair("llama", False)
+    torch_draft = AutoModel.from_pretrained(
+        own_code, trust_remote_code=True, attn_implementation=attention
+    ).eval()
+    assert type(torch_draft).__name__ == "OwnDraftModel"
+    draft = DraftModel.from_pretrained(own_code, trust_remote_code=True)
+    generator = Generator(tiny.target, draft, max_model_len=128)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    accepted = 0
+    for prompt in random_prompts(6, seed=12):
+        (output,) = generator.generate([prompt], params)
+        tokens, lengths = generate_as_in_april(
+            torch_draft, tiny.torch_target, prompt, 40
+        )
+        assert output.token_ids == tokens[:40]
+        ours = output.acceptance_lengths
+        # near its limit ours drafts a shorter block
+        settled = [
+            n for n, done in zip(lengths, accumulate(lengths), strict=True) if done < 34
+        ]
+        assert ours[: len(settled)] == settled
+        accepted += sum(settled) - len(settled)
+    assert accepted > 5
+
+
+def test_windows_that_only_its_attention_function_hears_of(own_code):
+    """Ours has the window; PyTorch's sdpa and eager would ignore it."""
+    windows = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "use_sliding_window": True,
+    }
+    edit_config(own_code, windows)
+    own = DraftModel.from_pretrained(own_code, trust_remote_code=True)
+    package = make_torch_draft(**windows, is_causal=False)
+    package.load_state_dict(pair("llama", False).torch_draft.state_dict())
+    ours, oracle = Ours(own, 1), Oracle(package)
+    rng = np.random.default_rng(3)
+    for new, noise in history(rng, 1, 6, own.config.feature_size):
+        ours.ingest(new)
+        want = oracle.hidden(new[0], noise[0])
+        np.testing.assert_allclose(ours.hidden(noise)[0], want, atol=1e-5, rtol=0)
+    assert oracle.length > 20
+
+
+def test_own_module_with_int8(own_code):
+    """By the names of its layers, whoever wrote them."""
+    own = DraftModel.from_pretrained(
+        own_code, trust_remote_code=True, quantization="int8"
+    )
+    tiny = pair("llama", False)
+    package = DraftModel.from_torch(tiny.torch_draft, quantization="int8")
+    params = SamplingParams(max_tokens=24)
+    outputs = [
+        Generator(tiny.target, draft, max_model_len=64).generate([[1, 2, 3]], params)
+        for draft in (own, package)
+    ]
+    assert outputs[0] == outputs[1]
+
+
 def test_own_module_that_keeps_keyword_arguments_to_itself(own_code):
     """Attention that our cache cannot reach would silently lose the context."""
     file = own_code / "own_draft.py"
-    deaf = OWN_MODULE.replace("scaling=self.head_dim**-0.5, **kwargs", "scaling=0.25")
+    deaf = OWN_MODULE.replace("sliding_window=self.sliding_window, **kwargs,", "")
     file.write_text(deaf.replace("OwnDraftModel", "DeafDraftModel"))
     edit_config(own_code, {"auto_map": {"AutoModel": "own_draft.DeafDraftModel"}})
     draft = DraftModel.from_pretrained(own_code, trust_remote_code=True)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import KNOWN, own_tensors, write_speculators
 from conftest import BLOCK, make_torch_draft, pair
 from serving_jobs import engine_arguments, run_engine, saved
+from test_bad_input import edit_config
 from transformers import AutoTokenizer, StableLmConfig, StableLmForCausalLM
 
 from torchax_dflash.serving import compatibility
@@ -32,6 +34,22 @@ def wider_draft() -> str:
     folder = tempfile.mkdtemp(prefix="serving-")
     make_torch_draft(hidden_size=128).save_pretrained(folder)
     return folder
+
+
+def speculators_draft_without(tensor: str = "", algorithm: str = "dflash") -> str:
+    """A draft in the speculators format, with a fault."""
+    folder = Path(tempfile.mkdtemp(prefix="serving-"))
+    extra = own_tensors(head=True, known=KNOWN)
+    extra.pop(tensor, None)
+    write_speculators(folder, pair("llama", False).torch_draft, extra)
+    edit_config(folder, {"speculators_config.algorithm": algorithm})
+    return str(folder)
+
+
+def quantized_by_vllm(target: str, draft: str) -> dict:
+    arguments = engine_arguments(target, draft)
+    arguments["speculative_config"]["quantization"] = "fp8"
+    return arguments
 
 
 def target_without_hidden_states() -> str:
@@ -80,6 +98,28 @@ def cases() -> dict[str, tuple[dict, str]]:
             engine(draft=draft_of(vocab_size=5000)),
             "vocab_size: expected the target's, 32.*got 5000",
         ),
+        "a head without d2t": (
+            engine(draft=speculators_draft_without("d2t")),
+            "d2t of .*: expected a tensor .*got None",
+        ),
+        "another speculator": (
+            engine(draft=speculators_draft_without(algorithm="eagle3")),
+            "speculators_config.algorithm: expected 'dflash', got 'eagle3'",
+        ),
+        "unknown quantization": (
+            engine(
+                additional_config={"torchax_dflash": {"draft_quantization": "int4"}}
+            ),
+            "quantization: expected None or 'int8', got 'int4'",
+        ),
+        "unknown option": (
+            engine(additional_config={"torchax_dflash": {"quantization": "int8"}}),
+            "additional_config.torchax_dflash: expected true, false or",
+        ),
+        "vLLM's quantization": (
+            {"engine": quantized_by_vllm(target, draft)},
+            "speculative_config.quantization: expected none.*draft_quantization",
+        ),
         "no hidden states": (
             engine(target_without_hidden_states()),
             "target: expected a model that gives its hidden states.*StableLm",
@@ -103,6 +143,11 @@ NAMES = (
     "other depth",
     "other width",
     "other vocabulary",
+    "a head without d2t",
+    "another speculator",
+    "unknown quantization",
+    "unknown option",
+    "vLLM's quantization",
     "no hidden states",
     "LoRA",
     "data parallelism",

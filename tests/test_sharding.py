@@ -35,3 +35,8 @@ def test_the_same_numbers_and_each_device_its_share(devices):
     assert found["weights_share"] == pytest.approx(1 / devices, rel=0.05)
     assert found["pool_stays_split"]
     assert found["sums_per_layer"] == 2  # after attention and after the MLP
+    # int8 weights and their scales, and an own embedding and head
+    assert found["int8_error"] <= 1e-5
+    assert found["int8_same_drafts"]
+    assert found["int8_weights_share"] == pytest.approx(1 / devices, rel=0.25)
+    assert found["own_share"] == pytest.approx(1 / devices)

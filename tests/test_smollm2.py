@@ -108,6 +108,14 @@ def test_example_json_with_comparison(example, capsys):
     assert sum(answer["acceptance_lengths"]) == len(answer["token_ids"]) - 1
 
 
+def test_example_with_an_int8_draft(example, capsys):
+    arguments = ["--json", "--compare", "--max-tokens", "24"]
+    assert example.main([*arguments, "--draft-quantization", "int8"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["identical"] is True
+    assert answer["mean_acceptance_length"] > 1.2
+
+
 def test_example_json_with_several_prompts(example, capsys):
     arguments = ["2 + 2 =", "Paris is", "--no-chat", "--json", "--max-tokens", "12"]
     assert example.main(arguments) == 0

@@ -22,6 +22,8 @@ from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from torchax_dflash.quantization import MaybeQuantized, dequantize
+
 # transformers takes any name with "flash" in it for a flash-attention kernel.
 ATTENTION = "static_kv_cache"
 """The name under which transformers' registry knows our attention."""
@@ -106,28 +108,30 @@ class TorchModule:
     sliding_layers: frozenset[int]
     tied: tuple[tuple[str, str], ...] = ()
 
-    def __call__(self, params: Params, cache: AttentionCache, **inputs: Any) -> Any:
+    def __call__(
+        self, params: MaybeQuantized, cache: AttentionCache, **inputs: Any
+    ) -> Any:
         """Calls the module's forward; arrays in, arrays out (inside a JAX trace).
 
         Raises:
             RuntimeError: a layer did not attend through `cache`.
         """
+        dense, inputs = dequantize(params, inputs)
         seams = {"past_key_values": cache, "static_cache": cache, "use_cache": True}
-        outputs = self.apply(
-            params, lambda module: module(**torch_view(inputs), **seams)
-        )
+        arguments = torch_view(inputs) | seams
+        outputs = self.apply(dense, lambda module: module(**arguments))
         self._check_attention(cache)
         return outputs
 
     def apply(
         self, params: Params, function: Callable[[Any], torch.Tensor | tuple]
     ) -> Any:
-        """Calls `function(module)` while the module has these weights."""
+        """Calls `function(module)` while the module has these weights, all or some."""
         weights = {
             name: array.T if name in self.linear_weights else array
             for name, array in params.items()
         }
-        weights |= {name: weights[other] for name, other in self.tied}
+        weights |= {n: weights[other] for n, other in self.tied if other in weights}
         named = {f"module.{name}": array for name, array in weights.items()}
         with self.running(weights):
             return torch.func.functional_call(
@@ -158,7 +162,7 @@ class TorchModule:
                 )
 
     @contextlib.contextmanager
-    def running(self, weights: Params) -> Iterator[None]:
+    def running(self, weights: MaybeQuantized) -> Iterator[None]:
         """The torchax environment, with matrix products as exact as the weights."""
         dtype = next(iter(weights.values())).dtype
         precision = "highest" if dtype == jnp.float32 else "default"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static configuration: the quirks of Hugging Face configs are read here only.
 
+Those of the `speculators` library become such a config first, in speculators.py.
+
 Dimension key, used in every shape comment of this package:
 
     B  requests in a batch          T  new context rows, flat and padded
@@ -102,8 +104,11 @@ class DFlashConfig:
         mask_token_id: the token that stands for "to be drafted".
         target_layer_ids: target layers whose *outputs* feed the draft, HF's
             `hidden_states[id + 1]`.
-        num_target_layers: layers of the target that the draft was made for.
+        num_target_layers: layers of the target that the draft was made for, or None if
+            its checkpoint does not say.
         vocab_size: V of the target that the draft was made for.
+        draft_vocab_size: tokens that the draft's own head knows; V unless its
+            vocabulary is reduced.
         hidden_size: D, the target's too.
         num_hidden_layers: draft layers.
         num_key_value_heads: H of the draft.
@@ -117,8 +122,9 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     vocab_size: int
+    draft_vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     num_key_value_heads: int
@@ -169,6 +175,7 @@ class DFlashConfig:
         num_hidden_layers = _positive_int(hf_config, "num_hidden_layers")
         _check_layers(hf_config, num_hidden_layers)
         _check_rope(hf_config)
+        vocab_size = _positive_int(hf_config, "vocab_size")
         config = cls(
             block_size=_lookup_int(hf_config, fields, "block_size", default=16),
             mask_token_id=_lookup_int(hf_config, fields, "mask_token_id"),
@@ -176,7 +183,8 @@ class DFlashConfig:
                 hf_config, fields, num_target_layers, num_hidden_layers
             ),
             num_target_layers=num_target_layers,
-            vocab_size=_positive_int(hf_config, "vocab_size"),
+            vocab_size=vocab_size,
+            draft_vocab_size=_draft_vocab_size(hf_config, vocab_size),
             hidden_size=_positive_int(hf_config, "hidden_size"),
             num_hidden_layers=num_hidden_layers,
             num_key_value_heads=_kv_heads(hf_config),
@@ -206,7 +214,17 @@ class DFlashConfig:
                 self.hidden_size,
                 remedy,
             )
-        if self.num_target_layers != target.num_hidden_layers:
+        if self.num_target_layers is None:
+            # Of the last layer, `speculators` takes the output before the final norm.
+            if max(self.target_layer_ids) >= target.num_hidden_layers - 1:
+                raise config_error(
+                    "target_layer_ids",
+                    f"layers before the target's last, 0 to "
+                    f"{target.num_hidden_layers - 2}",
+                    list(self.target_layer_ids),
+                    remedy,
+                )
+        elif self.num_target_layers != target.num_hidden_layers:
             raise config_error(
                 "num_target_layers",
                 f"the target's number of layers, {target.num_hidden_layers}",
@@ -339,6 +357,20 @@ def _positive_int(
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise config_error(name, "a positive integer", value, remedy)
     return value
+
+
+def _draft_vocab_size(hf_config: Any, vocab_size: int) -> int:
+    size = getattr(hf_config, "draft_vocab_size", None)
+    if size is None:
+        return vocab_size
+    if not _is_int(size) or not 1 <= size <= vocab_size:
+        raise config_error(
+            "draft_vocab_size",
+            f"1 to vocab_size, {vocab_size}",
+            size,
+            "Correct it in the draft's config.json.",
+        )
+    return size
 
 
 def _kv_heads(hf_config: Any) -> int:

@@ -16,32 +16,40 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import dflash.model
 import jax
 import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, NamedSharding
 from torchax.interop import jax_view, torch_view
-from transformers import AutoConfig
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from torchax_dflash.bridge import Params, TorchModule
-from torchax_dflash.config import DFlashConfig, config_error, remote_class
+from torchax_dflash.config import DFlashConfig, config_error
+from torchax_dflash.formats import (
+    EXTRA_TENSORS,
+    has_selector,
+    read_config,
+    read_vocabulary,
+)
 from torchax_dflash.kv_cache import KVPool, StaticKVCache
-from torchax_dflash.sharding import param_sharding, pool_sharding
+from torchax_dflash.quantization import (
+    Int8Weight,
+    MaybeQuantized,
+    check_quantization,
+    kept_weights,
+)
+from torchax_dflash.sharding import pool_sharding, shard_params, shard_table
+from torchax_dflash.vocabulary import OwnVocabulary, TargetHead
 from torchax_dflash.weights import (
+    buffers,
     build_module,
+    copy_params,
     find_checkpoint,
-    load_params,
-    params_of,
+    read_params,
 )
 
-_ARCHITECTURES = {
-    "DFlashDraftModel": dflash.model.DFlashDraftModel,
-    "DFlash2DraftModel": dflash.model.DFlash2DraftModel,
-}
+_SELECTOR = "candidate_selector."
 
 
 @jax.tree_util.register_dataclass
@@ -50,16 +58,18 @@ class DraftModel:
     """A draft and its weights; a pytree, so it goes into jitted functions as it is.
 
     Attributes:
-        params: weights by name, the only copy. Embedding and head are the target's.
+        params: weights by name, the only copy.
         module: the unmodified module (static).
         config: checked (static).
         pool_sharding: where its cache lies, or None for the default device (static).
+        own: its embedding and head, if they are not the target's.
     """
 
-    params: Params
+    params: MaybeQuantized
     module: TorchModule = field(metadata={"static": True})
     config: DFlashConfig = field(metadata={"static": True})
     pool_sharding: NamedSharding | None = field(default=None, metadata={"static": True})
+    own: OwnVocabulary = field(default_factory=OwnVocabulary)
 
     @classmethod
     def from_pretrained(
@@ -68,50 +78,56 @@ class DraftModel:
         *,
         dtype: str = "float32",
         trust_remote_code: bool = False,
+        quantization: str | None = None,
     ) -> DraftModel:
-        """Loads a DFlash draft.
+        """Loads a DFlash draft of any format that `formats.py` knows.
 
         Args:
             name_or_path: a checkpoint folder or a hub id.
             dtype: of weights, cache and computation: the target's.
             trust_remote_code: run the module that the checkpoint brings, instead of
                 the `dflash` package's class of the same name.
+            quantization: "int8" keeps linear weights in a byte each.
 
         Raises:
             FileNotFoundError: no such checkpoint.
-            ValueError: an unknown architecture, or a config or weights that are broken.
+            ValueError: an unknown format, architecture or quantization, or a config or
+                weights that are broken.
         """
+        check_quantization(quantization)
         folder = find_checkpoint(name_or_path)
-        hf_config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
-        module_class, own_code = _module_class(hf_config, folder, trust_remote_code)
-        config = DFlashConfig.from_hf(
-            hf_config, has_selector=_has_selector(module_class), own_code=own_code
-        )
-        built = build_module(module_class, hf_config)
+        checkpoint = read_config(folder, trust_remote_code=trust_remote_code)
+        built = build_module(checkpoint.module_class, checkpoint.hf_config)
+        weights = read_params(built, folder, elsewhere=EXTRA_TENSORS)
         return cls(
-            params=load_params(built, folder, jnp.dtype(dtype)),
+            params=kept_weights(weights, jnp.dtype(dtype), quantization)
+            | buffers(built),
             module=built,
-            config=config,
+            config=checkpoint.config,
+            own=read_vocabulary(built, folder, checkpoint.config, jnp.dtype(dtype)),
         )
 
     @classmethod
-    def from_torch(cls, module: Any, *, dtype: str = "float32") -> DraftModel:
+    def from_torch(
+        cls, module: Any, *, dtype: str = "float32", quantization: str | None = None
+    ) -> DraftModel:
         """Copies the weights of a DFlash module that is already in memory."""
+        check_quantization(quantization)
         hf_config = type(module.config).from_dict(module.config.to_dict())
         built = build_module(type(module), hf_config)
+        weights = copy_params(built, module)
         return cls(
-            params=params_of(built, module, jnp.dtype(dtype)),
+            params=kept_weights(weights, jnp.dtype(dtype), quantization)
+            | buffers(built),
             module=built,
             config=DFlashConfig.from_hf(
-                hf_config, has_selector=_has_selector(type(module)), own_code=True
+                hf_config, has_selector=has_selector(type(module)), own_code=True
             ),
         )
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights, cache and computation."""
+        """Of computation and cache, and of weights that are not quantised."""
         return self.params["fc.weight"].dtype
 
     @property
@@ -120,22 +136,52 @@ class DraftModel:
         lies = self.pool_sharding
         return lies is not None and not lies.is_fully_replicated
 
+    @property
+    def quantization(self) -> str | None:
+        """How its linear weights are kept: "int8", or None for as they are."""
+        kept = self.params.values()
+        return "int8" if any(isinstance(w, Int8Weight) for w in kept) else None
+
+    @property
+    def plain_params(self) -> Params:
+        """Its params, for those who need them as arrays.
+
+        Raises:
+            ValueError: some are quantised.
+        """
+        if self.quantization is not None:
+            expected = "a draft with weights as they are"
+            remedy = "Load it without quantization."
+            raise config_error("quantization", expected, self.quantization, remedy)
+        return self._arrays
+
+    @property
+    def selector_params(self) -> Params:
+        """Those of DFlash-2's candidate selector, which are never quantised."""
+        arrays = self._arrays.items()
+        return {name: array for name, array in arrays if name.startswith(_SELECTOR)}
+
+    @property
+    def _arrays(self) -> Params:
+        kept = self.params.items()
+        return {name: a for name, a in kept if not isinstance(a, Int8Weight)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its weights, own embedding and head included."""
+        return sum(array.nbytes for array in jax.tree.leaves((self.params, self.own)))
+
     def shard(self, mesh: Mesh, axis: str) -> DraftModel:
         """The same model, split over the devices along `axis` of the mesh.
 
         Weights and cache are split as `sharding.py` says.
         """
-        params = {
-            name: jax.device_put(
-                array,
-                param_sharding(
-                    name, array.shape, config=self.config, mesh=mesh, axis=axis
-                ),
-            )
-            for name, array in self.params.items()
-        }
-        pool = pool_sharding(config=self.config, mesh=mesh, axis=axis)
-        return replace(self, params=params, pool_sharding=pool)
+        return replace(
+            self,
+            params=shard_params(self.params, config=self.config, mesh=mesh, axis=axis),
+            pool_sharding=pool_sharding(config=self.config, mesh=mesh, axis=axis),
+            own=jax.tree.map(partial(shard_table, mesh=mesh, axis=axis), self.own),
+        )
 
     def make_pool(self, *, num_pages: int, page_size: int) -> KVPool:
         """An empty cache of context rows for this model."""
@@ -216,24 +262,12 @@ def draft_hidden_states(
     return jax_view(hidden)
 
 
-class TargetHead(Protocol):
-    """What a draft borrows from its target; a pytree."""
-
-    def embed(self, token_ids: jax.Array) -> jax.Array:
-        """Raw embeddings, int32 [...] -> [..., D]."""
-        ...
-
-    def project(self, hidden: jax.Array) -> jax.Array:
-        """Raw logits, [..., D] -> [..., V], without any scale or cap of the target."""
-        ...
-
-
 def head_logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax.Array:
-    """Through the target's head, by the module's own `compute_logits` if it has one.
+    """Through the head, by the module's own `compute_logits` if it has one.
 
     Args:
         draft: the model.
-        target: lends its head.
+        target: lends its head, unless the draft has its own.
         hidden: [..., D], the module's output.
 
     Returns:
@@ -242,36 +276,13 @@ def head_logits(draft: DraftModel, target: TargetHead, hidden: jax.Array) -> jax
     module: Any = draft.module.module
 
     def head(rows: torch.Tensor) -> torch.Tensor:
-        return torch_view(target.project(jax_view(rows)))
+        return torch_view(draft.own.project(jax_view(rows), target))
 
     with draft.module.running(draft.params):
         rows = torch_view(hidden)
         if hasattr(module, "compute_logits"):
-            return jax_view(module.compute_logits(rows, head))
-        return jax_view(head(rows))
-
-
-def _module_class(
-    hf_config: Any, folder: Path, trust_remote_code: bool
-) -> tuple[type, bool]:
-    """The class to build, and whether it is the checkpoint's own code."""
-    architecture = (hf_config.architectures or [None])[0]
-    own_code = remote_class(hf_config)
-    if trust_remote_code and own_code:
-        return get_class_from_dynamic_module(own_code, str(folder)), True
-    if architecture in _ARCHITECTURES:
-        return _ARCHITECTURES[architecture], False
-    remedy = "Choose another draft."
-    if own_code:
-        remedy = (
-            "The checkpoint brings code of its own: read it, then load with "
-            "trust_remote_code=True."
-        )
-    raise config_error(
-        "architectures", f"one of {sorted(_ARCHITECTURES)}", architecture, remedy
-    )
-
-
-def _has_selector(module_class: type) -> bool:
-    """Whether it is a DFlash-2 module, which chooses among candidates."""
-    return hasattr(module_class, "propose")
+            logits = jax_view(module.compute_logits(rows, head))
+        else:
+            logits = jax_view(head(rows))
+    vocab_size = jax.eval_shape(target.project, hidden).shape[-1]
+    return draft.own.over_target(logits, vocab_size)

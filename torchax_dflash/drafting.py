@@ -17,14 +17,10 @@ import torch
 import torchax
 from torchax.interop import jax_view, torch_view
 
-from torchax_dflash.draft_model import (
-    DraftModel,
-    TargetHead,
-    draft_hidden_states,
-    head_logits,
-)
+from torchax_dflash.draft_model import DraftModel, draft_hidden_states, head_logits
 from torchax_dflash.kv_cache import KVPool
 from torchax_dflash.sampling import SamplingState, draw, probabilities
+from torchax_dflash.vocabulary import TargetHead
 
 
 @partial(jax.jit, static_argnames="num_speculative_tokens")
@@ -55,7 +51,7 @@ def draft_tokens(
     Returns:
         int32 [B, K]; those past `block_lens - 1` mean nothing.
     """
-    hidden, logits = _block(
+    hidden, logits = draft_logits(
         draft,
         target,
         pool,
@@ -92,7 +88,7 @@ def draw_draft_tokens(
         int32 [B, K], and what they were drawn from, float32 [B, K, V]: the q of the
         accept rule. It means nothing, and may be zero, where no request draws.
     """
-    hidden, logits = _block(draft, target, pool, anchors, **block)
+    hidden, logits = draft_logits(draft, target, pool, anchors, **block)
     choices = _choose(draft, anchors, hidden, logits)
 
     def drawn() -> tuple[jax.Array, jax.Array]:
@@ -114,7 +110,7 @@ def draw_draft_tokens(
     return jax.lax.cond(sampling.draws.any(), drawn, chosen)
 
 
-def _block(
+def draft_logits(
     draft: DraftModel,
     target: TargetHead,
     pool: KVPool,
@@ -123,11 +119,15 @@ def _block(
     num_speculative_tokens: int,
     **context: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The module's output at the K mask tokens, [B, K, D], and logits [B, K, V]."""
+    """The module's output at the K mask tokens, [B, K, D], and logits [B, K, V].
+
+    Tokens that the draft does not know have -inf. Arguments as of `draft_tokens`.
+    """
     rows = max(num_speculative_tokens, draft.config.least_block_rows - 1)
     masks = jnp.full((anchors.shape[0], rows), draft.config.mask_token_id, jnp.int32)
     block = jnp.concatenate([anchors[:, None], masks], axis=1)
-    noise = target.embed(block).astype(draft.dtype) * draft.config.input_embedding_scale
+    noise = draft.own.embed(block, target).astype(draft.dtype)
+    noise *= draft.config.input_embedding_scale
     hidden = draft_hidden_states(draft, pool, noise, **context)
     hidden = hidden[:, 1 : num_speculative_tokens + 1]
     return hidden, head_logits(draft, target, hidden)
@@ -191,7 +191,7 @@ def _select(
             *torch_view((hidden, known, anchors)), temperature
         )
 
-    path, candidates, probs = draft.module.apply(draft.params, select)
+    path, candidates, probs = draft.module.apply(draft.selector_params, select)
     return (
         jax_view(path).astype(jnp.int32),
         jax_view(candidates),

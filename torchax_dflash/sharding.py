@@ -6,6 +6,7 @@
     gate_proj, up_proj, fc      split on the output dimension
     down_proj                   split on the input dimension
     cache                       split by KV head
+    own head, own embedding     split by token, and on the embedding's width
     norms, and what cannot be split evenly: whole on each device
 
 XLA adds the communication. On one device the rules change nothing.
@@ -13,9 +14,13 @@ XLA adds the communication. On one device the rules change nothing.
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_dflash.config import DFlashConfig, TargetConfig
+from torchax_dflash.quantization import Int8Weight, MaybeQuantized
 
 _BY_HEAD = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _BY_OUTPUT = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc"})
@@ -51,6 +56,28 @@ def param_sharding(
     if shape[split] % (unit * mesh.shape[axis]) == 0:
         spec[split] = axis
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def shard_params(
+    params: MaybeQuantized, *, config: DFlashConfig, mesh: Mesh, axis: str
+) -> dict[str, jax.Array | Int8Weight]:
+    """A draft's params where they belong; int8 values as weights, scales as biases."""
+
+    def put(name: str, array: jax.Array) -> jax.Array:
+        place = param_sharding(name, array.shape, config=config, mesh=mesh, axis=axis)
+        return jax.device_put(array, place)
+
+    return {
+        name: jax.tree.map(partial(put, name), weight)
+        for name, weight in params.items()
+    }
+
+
+def shard_table(array: jax.Array, *, mesh: Mesh, axis: str) -> jax.Array:
+    """A draft's own embedding [V, D] or head [D, V] where it belongs; others whole."""
+    splits = array.ndim == 2 and array.shape[1] % mesh.shape[axis] == 0
+    spec = PartitionSpec(None, axis) if splits else PartitionSpec()
+    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
 def pool_sharding(*, config: DFlashConfig, mesh: Mesh, axis: str) -> NamedSharding:

@@ -8,7 +8,7 @@ the weights, neither here nor in PyTorch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchax_dflash.config import sliding_layers
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_INV_FREQ = "rotary_emb.inv_freq"  # some checkpoints carry this buffer
 
 
 def find_checkpoint(name_or_path: str | Path) -> Path:
@@ -49,6 +50,7 @@ def find_checkpoint(name_or_path: str | Path) -> Path:
             "such folder. Check the spelling."
         )
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    patterns.append("mask_embedding.pt")  # of some drafts, which are refused
     try:
         return Path(
             snapshot_download(
@@ -93,12 +95,38 @@ def build_module(module_class: type[torch.nn.Module], hf_config: Any) -> TorchMo
 
 
 def load_params(built: TorchModule, folder: Path, dtype: jnp.dtype) -> Params:
-    """Reads every parameter of the module from the checkpoint's safetensors.
+    """All parameters of the module from a checkpoint; see `read_params`.
+
+    Args:
+        built: from `build_module`.
+        folder: of the checkpoint.
+        dtype: parameters are cast to it; buffers keep theirs.
+    """
+    params = {name: array.astype(dtype) for name, array in read_params(built, folder)}
+    return params | buffers(built)
+
+
+def params_of(built: TorchModule, module: torch.nn.Module, dtype: jnp.dtype) -> Params:
+    """Copies the weights of a PyTorch module that is already in memory.
+
+    Args:
+        built: the same architecture, from `build_module`.
+        module: the module with weights.
+        dtype: parameters are cast to it; buffers keep theirs.
+    """
+    copied = copy_params(built, module)
+    return {name: array.astype(dtype) for name, array in copied} | buffers(built)
+
+
+def read_params(
+    built: TorchModule, folder: Path, *, elsewhere: Collection[str] = ()
+) -> Iterator[tuple[str, jax.Array]]:
+    """Every parameter of the module, in `linear_weights` layout, one at a time.
 
     Args:
         built: from `build_module`; a weight named in `built.tied` is not read.
         folder: of the checkpoint.
-        dtype: floating parameters are cast to it; buffers keep theirs.
+        elsewhere: tensors that may be in it and are read by others.
 
     Raises:
         FileNotFoundError: no safetensors in the folder.
@@ -110,70 +138,75 @@ def load_params(built: TorchModule, folder: Path, dtype: jnp.dtype) -> Params:
         for name, parameter in built.module.named_parameters(remove_duplicate=False)
         if name not in tied
     }
-    params: Params = {}
-    unexpected = []
-    for stored, array in _tensors(folder):
+    missing, unexpected = set(wanted), []
+    for stored, array in tensors(folder):
         # DFlash-2's codebooks are embeddings, published without the last word.
         name = stored if stored in wanted else f"{stored}.weight"
         if name not in wanted:
-            if stored not in tied and "rotary_emb.inv_freq" not in stored:
-                unexpected.append(stored)
+            known = stored in tied or stored in elsewhere or _INV_FREQ in stored
+            unexpected += [] if known else [stored]
             continue
-        if array.shape != wanted[name]:
-            raise ValueError(
-                f"{name}: expected shape {wanted[name]} by the config, got "
-                f"{array.shape} in {folder}. Config and weights do not belong together."
-            )
-        array = array.astype(dtype)
-        params[name] = array.T.copy() if name in built.linear_weights else array
-    missing = sorted(set(wanted) - set(params))
+        check_shape(name, array, wanted[name], folder)
+        missing.remove(name)
+        yield name, array.T.copy() if name in built.linear_weights else array
     if missing or unexpected:
         raise ValueError(
-            f"{folder}: expected the weights of {type(built.module).__name__}; "
-            f"missing {_some(missing)}, unexpected {_some(sorted(unexpected))}. "
+            f"{folder}: expected the weights of {type(built.module).__name__}, got "
+            f"others: missing {_some(missing)}, unexpected {_some(unexpected)}. "
             "Config and weights do not belong together."
         )
-    return params | _buffers(built.module)
 
 
-def params_of(built: TorchModule, module: torch.nn.Module, dtype: jnp.dtype) -> Params:
-    """Copies the weights of a PyTorch module that is already in memory.
-
-    Args:
-        built: the same architecture, from `build_module`.
-        module: the module with weights.
-        dtype: floating parameters are cast to it; buffers keep theirs.
-    """
+def copy_params(
+    built: TorchModule, module: torch.nn.Module
+) -> Iterator[tuple[str, jax.Array]]:
+    """As `read_params`, float32 copies from a module that is already in memory."""
     tied = dict(built.tied)
-    params = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in tied:
             continue
         # A copy: JAX may alias a NumPy buffer that PyTorch goes on to change.
         tensor = parameter.detach().to(torch.float32)
         tensor = tensor.T if name in built.linear_weights else tensor
-        params[name] = jnp.array(tensor.numpy(), dtype=dtype, copy=True)
-    return params | _buffers(built.module)
+        yield name, jnp.array(tensor.numpy(), copy=True)
 
 
-def _buffers(module: torch.nn.Module) -> Params:
+def buffers(built: TorchModule) -> Params:
+    """The module's buffers, like RoPE frequencies."""
     return {
         name: jnp.array(buffer.numpy(), copy=True)
-        for name, buffer in module.named_buffers()
+        for name, buffer in built.module.named_buffers()
     }
 
 
-def _some(names: list[str]) -> str:
+def check_shape(
+    name: str, array: jax.Array, shape: tuple[int, ...], folder: Path
+) -> None:
+    """Raises ValueError unless a checkpoint's tensor has the shape that it must."""
+    if array.shape != shape:
+        raise ValueError(
+            f"{name}: expected shape {shape} by the config, got {array.shape} in "
+            f"{folder}. Config and weights do not belong together."
+        )
+
+
+def _some(names: Collection[str]) -> str:
+    shown = sorted(names)[:3]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more if names else "nothing"
+    return ", ".join(shown) + more if names else "nothing"
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, jax.Array]]:
-    """All tensors of a checkpoint, sharded or not."""
+def tensors(
+    folder: Path, names: Collection[str] | None = None, *, framework: str = "flax"
+) -> Iterator[tuple[str, Any]]:
+    """All tensors of a checkpoint, sharded or not, or those of the names given.
+
+    As JAX arrays, or with the framework "numpy", which knows 64 bit but no bfloat16.
+    """
     index = folder / _INDEX
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = [folder / name for name in sorted(set(names))]
+        shards = json.loads(index.read_text())["weight_map"].values()
+        files = [folder / shard for shard in sorted(set(shards))]
     else:
         files = [folder / _SINGLE]
     for file in files:
@@ -183,9 +216,10 @@ def _tensors(folder: Path) -> Iterator[tuple[str, jax.Array]]:
                 "Only safetensors are read."
             )
         try:
-            with safe_open(file, framework="flax") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, tensors.get_tensor(name)
+            with safe_open(file, framework=framework) as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    if names is None or name in names:
+                        yield name, opened.get_tensor(name)
         except SafetensorError as error:
             raise ValueError(
                 f"{file}: expected a safetensors file, got one that cannot be read "

@@ -9,11 +9,10 @@ from typing import Any
 from tpu_inference.platforms.tpu_platform import TpuPlatform
 
 from torchax_dflash.config import config_error
-from torchax_dflash.serving import compatibility, cpu
+from torchax_dflash.serving import compatibility, cpu, options
 
 _WORKER = "torchax_dflash.serving.worker.DFlashWorker"
 _CPU_WORKER = "torchax_dflash.serving.worker.CpuWorker"
-_OPTION = "torchax_dflash"
 
 
 class DFlashTpuPlatform(TpuPlatform):
@@ -36,8 +35,9 @@ class DFlashTpuPlatform(TpuPlatform):
         if cpu.is_wanted():
             vllm_config.parallel_config.worker_cls = _CPU_WORKER
         speculative = vllm_config.speculative_config
-        enabled = (vllm_config.additional_config or {}).get(_OPTION, True)
-        if speculative is None or speculative.method != "dflash" or not enabled:
+        if speculative is None or speculative.method != "dflash":
+            return
+        if not options.is_enabled(vllm_config):
             return
         compatibility.check()
         _refuse_unsupported(vllm_config)
@@ -62,6 +62,15 @@ def _hide_kind_of_draft(speculative: Any) -> None:
 
 def _refuse_unsupported(vllm_config: Any) -> None:
     """What would fail in mid-request, or draft from the wrong rows without a word."""
+    options.draft_quantization(vllm_config)
+    if (method := vllm_config.speculative_config.quantization) is not None:
+        raise config_error(
+            "speculative_config.quantization",
+            "none with DFlash",
+            method,
+            "For int8 weights, give --additional-config "
+            '\'{"torchax_dflash": {"draft_quantization": "int8"}}\'.',
+        )
     parallel, sharding = vllm_config.parallel_config, vllm_config.sharding_config
     sizes = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size,

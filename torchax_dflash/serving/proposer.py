@@ -34,6 +34,7 @@ from torchax_dflash.draft_model import DraftModel, ingest
 from torchax_dflash.drafting import draft_tokens
 from torchax_dflash.kv_cache import KVPool, slots_of
 from torchax_dflash.serving.head import ServedHead
+from torchax_dflash.serving.options import draft_quantization
 
 
 class TorchaxDFlashProposer(DFlashProposer):
@@ -51,12 +52,16 @@ class TorchaxDFlashProposer(DFlashProposer):
         model = speculative.draft_model_config
         dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         draft = DraftModel.from_pretrained(
-            model.model, dtype=dtype, trust_remote_code=model.trust_remote_code
+            model.model,
+            dtype=dtype,
+            trust_remote_code=model.trust_remote_code,
+            quantization=draft_quantization(vllm_config),
         )
         target = TargetConfig.from_hf(vllm_config.model_config.hf_config)
         draft.config.check_target(target)
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
         self.draft = draft.shard(self.mesh, "model")
+        self._last_layer = target.num_hidden_layers - 1
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         text = vllm_config.model_config.hf_config.get_text_config()
         self._tied: bool = text.tie_word_embeddings
@@ -158,10 +163,9 @@ class TorchaxDFlashProposer(DFlashProposer):
         """What the draft was trained on: HF's `hidden_states[id + 1]`."""
         config = self.draft.config
         states = dict(zip(self.tapped_layers, aux_hidden_states, strict=True))
-        last = config.num_target_layers - 1
-        if last in states:
+        if self._last_layer in states:
             assert self.final_hidden_states is not None
-            states[last] = self.final_hidden_states
+            states[self._last_layer] = self.final_hidden_states
         return tuple(states[layer] for layer in config.target_layer_ids)
 
     def warm_up(self) -> None:

@@ -34,7 +34,17 @@ def export(
     Raises:
         ValueError: that format cannot hold this draft.
         OSError: the disk is full; an older export is unharmed.
+        ValueError: the draft is quantised or has its own embedding or head, or nobody
+            knows its target's number of layers.
     """
+    refuse_own_vocabulary(draft)
+    if draft.config.num_target_layers is None:
+        raise config_error(
+            "num_target_layers",
+            "the target's number of layers",
+            None,
+            "Add it to the draft's config.json.",
+        )
     config = _config(draft, dtype)
     if speculators_for is not None:
         if draft.config.has_selector:
@@ -50,7 +60,7 @@ def export(
         _published(name): np.asarray(
             array.T if name in draft.module.linear_weights else array
         )
-        for name, array in draft.params.items()
+        for name, array in draft.plain_params.items()
         if name in weights
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,9 +76,25 @@ def _published(name: str) -> str:
     return name.removesuffix(".weight") if "codebook" in name else name
 
 
+def refuse_own_vocabulary(draft: DraftModel) -> None:
+    """Raises ValueError unless a draft borrows its target's embedding and head.
+
+    The loss compares over the target's vocabulary and trains neither, and `export`
+    writes the module's weights only.
+    """
+    if not draft.own.is_empty:
+        raise config_error(
+            "draft",
+            "one that borrows its target's embedding and head",
+            "one with its own embed_tokens.weight or lm_head.weight",
+            "Such drafts can be used, but not trained or exported.",
+        )
+
+
 def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:
     hf_config: Any = draft.module.module.config
     config = json.loads(hf_config.to_json_string(use_diff=True))
+    config["num_target_layers"] = draft.config.num_target_layers
     config["architectures"] = [type(draft.module.module).__name__]
     config["dtype"] = dtype
     # Readers older than transformers 5 look here.
@@ -87,7 +113,9 @@ def _speculators_config(
     block_size = draft.config.block_size
     own = ("architectures", "block_size", "dflash_config", "num_target_layers", "dtype")
     layers = {name: value for name, value in config.items() if name not in own}
-    return {
+    # vLLM 0.32 takes "false" for causal in full layers, too: left out where it is.
+    non_causal = {"sliding_window_non_causal": True}
+    return (non_causal if layers.get("is_causal") is False else {}) | {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
         "dtype": config["dtype"],

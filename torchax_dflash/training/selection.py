@@ -47,7 +47,7 @@ def candidate_logits(
         states = selector.predecessor_codebook(torch_view(before)) * states
         return states @ selector.successor_codebook(known).T
 
-    pairs = jax_view(draft.module.apply(draft.params, pair_scores))
+    pairs = jax_view(draft.module.apply(draft.selector_params, pair_scores))
     module: Any = draft.module.module
     count = min(module.candidate_selector.top_k, logits.shape[-1])
     least = jax.lax.stop_gradient(jax.lax.top_k(logits, count)[0][..., -1:])

@@ -15,6 +15,7 @@ from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.target_model import TargetModel
 from torchax_dflash.training import trainer
 from torchax_dflash.training.batches import Batches
+from torchax_dflash.training.export import refuse_own_vocabulary
 from torchax_dflash.training.features import feature_sizes, query_key_sizes, think
 from torchax_dflash.training.new_draft import new_draft, new_draft_config
 from torchax_dflash.training.padding import pad
@@ -52,11 +53,16 @@ def starting_draft(
         seed: of a new draft.
 
     Raises:
-        ValueError: the draft is not for this target, or has smaller blocks.
+        ValueError: the draft is not for this target, has its own embedding or head, or
+            has smaller blocks.
     """
     if str(init) != "new":
         draft = DraftModel.from_pretrained(init)
         draft.config.check_target(target.config)
+        refuse_own_vocabulary(draft)
+        # Not all formats say it; `export` writes it.
+        layers = target.config.num_hidden_layers
+        draft = replace(draft, config=replace(draft.config, num_target_layers=layers))
         if block_size > draft.config.block_size:
             raise config_error(
                 "--stages",
@@ -99,8 +105,10 @@ def prepare(
         recipe: hyperparameters.
 
     Raises:
-        ValueError: blocks are shorter than the draft's convolutions.
+        ValueError: the draft is quantised or has its own embedding or head, or blocks
+            are shorter than its convolutions.
     """
+    refuse_own_vocabulary(draft)
     smallest = min(block_size for block_size, _ in recipe.stages)
     if smallest < draft.config.least_block_rows:
         raise config_error(

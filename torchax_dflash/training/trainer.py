@@ -122,7 +122,7 @@ def frozen_part(draft: DraftModel) -> DraftModel:
     trained = _trainable(draft)
     return replace(
         draft,
-        params={n: array for n, array in draft.params.items() if n not in trained},
+        params={n: a for n, a in draft.plain_params.items() if n not in trained},
         module=_as_in_pytorch(draft.module),
     )
 
@@ -135,7 +135,7 @@ def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> DraftModel:
     """
     params = state.average | {FC: state.average[FC] / state.feature_scale}
     params = {name: array.astype(dtype) for name, array in params.items()}
-    return replace(frozen.draft, params=params | frozen.draft.params)
+    return replace(frozen.draft, params=params | frozen.draft.plain_params)
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def _as_in_pytorch(module: TorchModule) -> TorchModule:
 
 def _trainable(draft: DraftModel) -> Params:
     names = {name for name, _ in draft.module.module.named_parameters()}
-    return {name: array for name, array in draft.params.items() if name in names}
+    return {name: a for name, a in draft.plain_params.items() if name in names}
 
 
 @partial(jax.jit, static_argnames=("recipe", "block_size"), donate_argnames="state")
@@ -178,7 +178,7 @@ def train_step(
 
     def loss(params: Params) -> tuple[jax.Array, Score]:
         params = {name: p.astype(recipe.dtype) for name, p in params.items()}
-        draft = replace(frozen.draft, params=params | frozen.draft.params)
+        draft = replace(frozen.draft, params=params | frozen.draft.plain_params)
         result = score(
             draft,
             frozen.target,
