@@ -7,10 +7,13 @@ A job of the form {"refused": [{"engine": {}, "environment": {}}]} tries to star
 of these engines; the result is {"errors": [text or null if it started]}.
 
 Any other job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params":
-{}}], "environment": {changes to ours}, "shadows": {name: {"draft": folder, "peer":
-bool}}}.
-The result: {"outputs": [[[ids]]], "metrics": [{counter: value}], "drafts": [[Draft]]},
-one per batch; a Draft is [index of the prompt, context_len, anchor, [draft ids]], and
+{} or one for each prompt}], "environment": {changes to ours}, "shadows": {name:
+{"draft": folder, "peer": bool}}, "silent": do not record drafts, "broken": a rule of
+`broken_rules.py` in the place of ours, or "tpu_inference" for what it comes with}.
+The result: {"outputs": [[[ids]]], "texts": [[text]], "logprobs": [[one dictionary of
+token to number for each token, or null]], "errors": [text or null], "metrics":
+[{counter: value}], "drafts": [[Draft]]}, one per batch; a batch with an error has no
+outputs; a Draft is [index of the prompt, context_len, anchor, [draft ids]], and
 the proposer's are listed in the order of its steps. With shadows also "shadows":
 [{name: [Draft]}], "shadow_errors": {name: text} of those that could not be made, and
 "hidden_states_errors": {name: how far from the first one's}.
@@ -127,22 +130,82 @@ def main() -> None:
     os._exit(0)  # the engine's threads need no farewell
 
 
+def break_on_purpose(rule: str) -> None:
+    """Before the engine starts: its accept rule becomes a wrong one."""
+    import broken_rules
+
+    from torchax_dflash.serving import verifier, worker
+
+    if rule == "tpu_inference":
+
+        class Nothing:
+            def __init__(self, *args) -> None:
+                pass
+
+            def install(self) -> None:
+                pass
+
+        worker.Verifier = Nothing
+        worker.StructuredDecoding = lambda runner, _: runner.structured_decoding_manager
+    else:
+        verifier.accept = getattr(broken_rules, rule)
+
+
+def sampling_params(fields: dict):
+    """vLLM's, greedy unless a temperature is given."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    fields = {"temperature": 0} | fields
+    if structured := fields.pop("structured_outputs", None):
+        fields["structured_outputs"] = StructuredOutputsParams(**structured)
+    return SamplingParams(**fields)
+
+
+def answer(engine, batch: dict) -> list:
+    """vLLM's results of one batch."""
+    prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+    params = batch["params"]
+    if isinstance(params, list):
+        params = [sampling_params(fields) for fields in params]
+    else:
+        params = sampling_params(params)
+    return engine.generate(prompts, params, use_tqdm=False)
+
+
+def logprobs_of(result) -> list[dict] | None:
+    """Of each token of an output, by token."""
+    given = result.outputs[0].logprobs
+    if given is None:
+        return None
+    return [{token: entry.logprob for token, entry in at.items()} for at in given]
+
+
 def served(job: dict) -> dict:
     """One engine and its batches."""
     os.environ.update(ENVIRONMENT | job.get("environment", {}))
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
+    if job.get("broken"):
+        break_on_purpose(job["broken"])
     speculative = job["engine"].get("speculative_config")
     engine = LLM(disable_log_stats=False, **job["engine"])
-    recorder = DraftRecorder(model_runner(engine)) if speculative else None
+    recorder = None
+    if speculative and not job.get("silent"):
+        recorder = DraftRecorder(model_runner(engine))
     if shadows := job.get("shadows"):
         recorder.add_shadows(shadows)
-    result = {name: [] for name in ("outputs", "metrics", "drafts", "shadows")}
+    names = ["outputs", "texts", "logprobs", "errors", "metrics", "drafts", "shadows"]
+    result = {name: [] for name in names}
     for batch in job["batches"]:
-        prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
-        params = SamplingParams(temperature=0, **batch["params"])
-        results = engine.generate(prompts, params, use_tqdm=False)
+        try:
+            results, error = answer(engine, batch), None
+        except ValueError as refusal:
+            results, error = [], str(refusal)
+        result["errors"].append(error)
         result["outputs"].append([list(r.outputs[0].token_ids) for r in results])
+        result["texts"].append([r.outputs[0].text for r in results])
+        result["logprobs"].append([logprobs_of(r) for r in results])
         if recorder:
             if recorder.shadows:
                 result["hidden_states_errors"] = recorder.hidden_states_errors()

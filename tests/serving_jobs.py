@@ -103,13 +103,27 @@ def batches() -> dict[str, dict]:
     }  # fmt: skip
 
 
-def run_batches(arguments: dict, jobs: dict[str, dict], **environment: str):
-    """Batches through one engine: outputs, metrics and drafts, each by batch name."""
+def run_batches(
+    arguments: dict,
+    jobs: dict[str, dict],
+    *,
+    options: dict | None = None,
+    **environment,
+):
+    """Batches through one engine: outputs, metrics and drafts, each by batch name.
+
+    Args:
+        arguments: of `vllm.LLM`.
+        jobs: the batches, by name.
+        options: further fields of the engine's job.
+        environment: changes to it.
+    """
     result = run_engine(
         {
             "engine": arguments,
             "batches": list(jobs.values()),
             "environment": environment,
+            **(options or {}),
         }
     )
     return SimpleNamespace(

@@ -54,13 +54,29 @@ def draft_block(
         return choices, None
 
     def drawn() -> tuple[jax.Array, jax.Array]:
-        probs = probabilities(logits, state.sampling)
-        return draw(probs, state.sampling.keys(state.seq_lens, 0)), probs
+        return draw_drafts(logits, state.sampling, state.seq_lens)
 
     def chosen() -> tuple[jax.Array, jax.Array]:
         return choices, jnp.zeros(logits.shape, jnp.float32)
 
     return jax.lax.cond(state.sampling.draws.any(), drawn, chosen)
+
+
+def draw_drafts(
+    logits: jax.Array, sampling: SamplingState, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws drafts, or takes the likeliest where a request decodes greedily.
+
+    Args:
+        logits: [B, K, V] of the draft.
+        sampling: of the requests.
+        positions: int32 [B], of the anchors.
+
+    Returns:
+        Draft tokens, int32 [B, K], and what they were drawn from, float32 [B, K, V].
+    """
+    probs = probabilities(logits, sampling)
+    return draw(probs, sampling.keys(positions, 0)), probs
 
 
 def accept_block(

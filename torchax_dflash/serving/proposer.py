@@ -12,6 +12,10 @@ verified three drafts of which one fell, the second in the middle of its prompt:
 
 Rows go to the pages of the target's own block table, so a prefix-cache hit, a preempted
 request or a reordered batch needs nothing done here.
+
+With `draft_sample_method` "probabilistic" the drafts of sampled requests are drawn, and
+what they were drawn from stays on the device until `verifier.py` has held the target
+against it: one buffer of max_num_seqs * K * V float32, replicated on every device.
 """
 
 from __future__ import annotations
@@ -30,9 +34,11 @@ from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 
 from torchax_dflash.config import TargetConfig
-from torchax_dflash.draft_model import DraftModel, draft_tokens, ingest
-from torchax_dflash.kv_cache import KVPool, slots_of
+from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.kv_cache import KVPool
+from torchax_dflash.sampling import GREEDY_BELOW, SamplingState
 from torchax_dflash.serving.head import ServedHead
+from torchax_dflash.serving.programs import draft_drawn_step, draft_step, ingest_step
 
 
 class TorchaxDFlashProposer(DFlashProposer):
@@ -40,6 +46,11 @@ class TorchaxDFlashProposer(DFlashProposer):
 
     A subclass because the runner's manager asserts the class
     (`runner/speculative_decoding_manager.py`); nothing of the base is used.
+
+    Attributes:
+        drawn_rows: requests whose last drafts were drawn -> rows of `draft_probs`.
+        draft_probs: float32 [max_num_seqs, K, V], what the last drafts were drawn from;
+            None until `allocate`, and with greedy drafts.
     """
 
     def __init__(self, vllm_config: Any, runner: Any) -> None:
@@ -56,7 +67,11 @@ class TorchaxDFlashProposer(DFlashProposer):
         draft.config.check_target(target)
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
         self.draft = draft.shard(self.mesh, "model")
-        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._is_probabilistic = speculative.draft_sample_method == "probabilistic"
+        self.vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.drawn_rows: dict[str, int] = {}
+        self.draft_probs: jax.Array | None = None
+        self._seeds = np.random.default_rng(vllm_config.model_config.seed)
         text = vllm_config.model_config.hf_config.get_text_config()
         self._tied: bool = text.tie_word_embeddings
         self.final_hidden_states: jax.Array | None = None
@@ -78,7 +93,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         self._head = ServedHead.of(
             target_model,
             tied=self._tied,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             hidden_size=self.draft.config.hidden_size,
         )
 
@@ -97,8 +112,23 @@ class TorchaxDFlashProposer(DFlashProposer):
         shares = (sharding.shard_shape(x.shape) for x in jax.tree.leaves(pool))
         return sum(map(math.prod, shares)) * self.draft.dtype.itemsize * self.mesh.size
 
+    def draft_probs_bytes(self) -> int:
+        """Bytes of `draft_probs` on all devices together; 0 with greedy drafts."""
+        if not self._is_probabilistic:
+            return 0
+        return 4 * math.prod(self._draft_probs_shape) * self.mesh.size
+
+    @property
+    def _draft_probs_shape(self) -> tuple[int, int, int]:
+        return self.runner.max_num_reqs, self.num_speculative_tokens, self.vocab_size
+
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
+        if self._is_probabilistic:
+            self.draft_probs = jax.device_put(
+                jnp.zeros(self._draft_probs_shape, jnp.float32),
+                NamedSharding(self.mesh, PartitionSpec()),
+            )
         try:
             self._pool = self.draft.make_pool(num_pages=num_pages, page_size=page_size)
         except jax.errors.JaxRuntimeError as error:
@@ -135,7 +165,7 @@ class TorchaxDFlashProposer(DFlashProposer):
             (page_table, context_lens), anchors, None, attn_metadata: what `propose`
             gets.
         """
-        self._pool, page_table, context_lens, anchors = _ingest_step(
+        self._pool, page_table, context_lens, anchors = ingest_step(
             self.draft,
             self._pool,
             attn_metadata.input_positions,
@@ -201,6 +231,9 @@ class TorchaxDFlashProposer(DFlashProposer):
             )
             for rows in self._row_sizes:
                 self._draft(anchors, context, rows=rows)
+                if self._is_probabilistic:
+                    cold = np.zeros(rows, np.float32)
+                    self._draft_drawn(anchors, context, temperature=cold)
 
     def propose(
         self,
@@ -224,13 +257,35 @@ class TorchaxDFlashProposer(DFlashProposer):
         """
         needed = self.runner.input_batch.num_reqs
         rows = next(size for size in self._row_sizes if size >= needed)
-        return kv_caches, self._draft(input_ids, target_hidden_states, rows=rows)
+        temperature = self._draft_temperature(rows)
+        drawn = np.flatnonzero(temperature >= GREEDY_BELOW)
+        self.drawn_rows = {self.runner.input_batch.req_ids[i]: int(i) for i in drawn}
+        if len(drawn) == 0:
+            return kv_caches, self._draft(input_ids, target_hidden_states, rows=rows)
+        return kv_caches, self._draft_drawn(
+            input_ids, target_hidden_states, temperature=temperature
+        )
+
+    def _draft_temperature(self, rows: int) -> np.ndarray:
+        """Float32 [rows]; 0 for requests whose drafts are chosen, not drawn.
+
+        Those of structured requests are: the scheduler drops what the grammar does not
+        allow, and what is left has another distribution than it was drawn from.
+        """
+        temperature = np.zeros(rows, np.float32)
+        batch = self.runner.input_batch
+        if self._is_probabilistic:
+            for index, req_id in enumerate(batch.req_ids[: batch.num_reqs]):
+                params = self.runner.requests[req_id].sampling_params
+                if params.structured_outputs is None:
+                    temperature[index] = max(0, batch.temperature_cpu[index])
+        return temperature
 
     def _draft(
         self, anchors: jax.Array, context: tuple[jax.Array, jax.Array], *, rows: int
     ) -> jax.Array:
         page_table, context_lens = context
-        return _draft_step(
+        return draft_step(
             self.draft,
             self._head,
             self._pool,
@@ -241,72 +296,36 @@ class TorchaxDFlashProposer(DFlashProposer):
             num_speculative_tokens=self.num_speculative_tokens,
         )
 
-
-@partial(jax.jit, donate_argnames="pool")
-def _ingest_step(
-    draft: DraftModel,
-    pool: KVPool,
-    positions: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start_loc: jax.Array,
-    aux_hidden_states: tuple[jax.Array, ...],
-    last_sampled_token_id: jax.Array,
-    next_prompt_token_id: jax.Array,
-    is_in_prefill: jax.Array,
-    num_rejected_tokens: jax.Array,
-    num_reqs_dp: jax.Array,
-) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
-    """The whole of `prepare_inputs` in one program."""
-    batch = seq_lens.shape[0]
-    page_table = block_tables.reshape(batch, -1)
-    num_reqs = num_reqs_dp[0]
-    in_batch = jnp.arange(batch) < num_reqs
-    rejected = num_rejected_tokens[:batch]
-    context_lens = jnp.where(in_batch, seq_lens - rejected, 0)
-
-    # Which request a row belongs to: the first whose end lies behind it.
-    rows = jnp.arange(positions.shape[0])
-    ends = jnp.where(in_batch, query_start_loc[1 : batch + 1], 2**31 - 1)
-    request = jnp.clip(jnp.searchsorted(ends, rows, side="right"), 0, batch - 1)
-    accepted = positions < context_lens[request]
-    accepted &= rows < query_start_loc[num_reqs]
-    slots = slots_of(pool, page_table[request], positions[:, None], accepted[:, None])[
-        :, 0
-    ]
-    pool = ingest(
-        draft, pool, jnp.concatenate(aux_hidden_states, axis=-1), positions, slots
-    )
-    anchors = jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id)
-    return pool, page_table, context_lens, anchors[:batch]
-
-
-@partial(jax.jit, static_argnames=("rows", "num_speculative_tokens"))
-def _draft_step(
-    draft: DraftModel,
-    head: ServedHead,
-    pool: KVPool,
-    anchors: jax.Array,
-    page_table: jax.Array,
-    context_lens: jax.Array,
-    *,
-    rows: int,
-    num_speculative_tokens: int,
-) -> jax.Array:
-    """The whole of `propose` in one program: the first `rows` of the batch draft."""
-    batch = anchors.shape[0]
-    context_lens = context_lens[:rows]
-    draft_token_ids = draft_tokens(
-        draft,
-        head,
-        pool,
-        anchors[:rows],
-        page_table=page_table[:rows],
-        context_lens=context_lens,
-        block_lens=jnp.where(context_lens > 0, num_speculative_tokens + 1, 0),
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    return jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
+    def _draft_drawn(
+        self,
+        anchors: jax.Array,
+        context: tuple[jax.Array, jax.Array],
+        *,
+        temperature: np.ndarray,
+    ) -> jax.Array:
+        page_table, context_lens = context
+        rows, batch = len(temperature), self.runner.input_batch
+        settings = {
+            "temperature": temperature,
+            "top_k": np.maximum(batch.top_k_cpu[:rows], 0),
+            "top_p": batch.top_p_cpu[:rows].copy(),
+            "min_p": np.zeros(rows, np.float32),
+            "seed": self._seeds.integers(0, 2**32, rows, np.uint32),
+            "logprobs": np.zeros(rows, np.bool_),
+        }
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        draft_token_ids, self.draft_probs = draft_drawn_step(
+            self.draft,
+            self._head,
+            self._pool,
+            anchors,
+            page_table,
+            context_lens,
+            SamplingState(**jax.device_put(settings, replicated)),
+            self.draft_probs,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
+        return draft_token_ids
 
 
 def _powers_of_two(first: int, last: int) -> list[int]:
