@@ -157,6 +157,8 @@ def sampling_params(fields: dict):
     from vllm.sampling_params import StructuredOutputsParams
 
     fields = {"temperature": 0} | fields
+    if bias := fields.get("logit_bias"):  # JSON's keys are texts
+        fields["logit_bias"] = {int(token): value for token, value in bias.items()}
     if structured := fields.pop("structured_outputs", None):
         fields["structured_outputs"] = StructuredOutputsParams(**structured)
     return SamplingParams(**fields)
@@ -200,7 +202,7 @@ def served(job: dict) -> dict:
     for batch in job["batches"]:
         try:
             results, error = answer(engine, batch), None
-        except ValueError as refusal:
+        except Exception as refusal:
             results, error = [], str(refusal)
         result["errors"].append(error)
         result["outputs"].append([list(r.outputs[0].token_ids) for r in results])

@@ -3,7 +3,8 @@
 
 On TPUs, vLLM's logits processors do not run. tpu-inference 0.32.0 knows temperature,
 top-k, top-p, log-probabilities of the output and structured outputs
-(`sampling_metadata.py`, `input_batch.py`), with or without drafts.
+(`sampling_metadata.py`, `input_batch.py`), with or without drafts. With drafts, vLLM
+itself refuses min-p and logit biases.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ _SERVED: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (1, _DEFAULTS),
     "presence_penalty": (0, _IGNORED),
     "frequency_penalty": (0, _IGNORED),
-    "min_p": (0, _DEFAULTS),
     "min_tokens": (0, _IGNORED),
-    "logit_bias": (None, _IGNORED),
     "bad_words": (None, _IGNORED),
     "logprob_token_ids": (None, _IGNORED),
     "thinking_token_budget": (None, _IGNORED),
