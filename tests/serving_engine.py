@@ -14,9 +14,10 @@ The result: {"outputs": [[[ids]]], "texts": [[text]], "logprobs": [[one dictiona
 token to number for each token, or null]], "errors": [text or null], "metrics":
 [{counter: value}], "drafts": [[Draft]]}, one per batch; a batch with an error has no
 outputs; a Draft is [index of the prompt, context_len, anchor, [draft ids]], and
-the proposer's are listed in the order of its steps. With shadows also "shadows":
-[{name: [Draft]}], "shadow_errors": {name: text} of those that could not be made, and
-"hidden_states_errors": {name: how far from the first one's}.
+the proposer's are listed in the order of its steps. "drawn": {"used": how many drafts
+were verified by a q, "others": those of them that were not drawn from it}. With shadows
+also "shadows": [{name: [Draft]}], "shadow_errors": {name: text} of those that could not
+be made, and "hidden_states_errors": {name: how far from the first one's}.
 """
 
 import json
@@ -46,6 +47,9 @@ class DraftRecorder:
         drafter = runner.drafter
         self._prepare_inputs, self._propose = drafter.prepare_inputs, drafter.propose
         drafter.prepare_inputs, drafter.propose = self.prepare_inputs, self.propose
+        self.drawn = {"used": 0, "others": 0}
+        self._verify = runner.rejection_sampler._verify
+        runner.rejection_sampler._verify = self.verify
 
     def add_shadows(self, shadows: dict[str, dict]) -> None:
         from serving_shadows import Shadow
@@ -70,6 +74,21 @@ class DraftRecorder:
         requests = list(self.runner.input_batch.req_ids)
         self.steps.append((requests, context_lens, anchors, drafts))
         return caches, drafts
+
+    def verify(self, draft_token_ids, num_draft_tokens, *args):
+        """Counts drafts that are verified by a q, and those that q is not of."""
+        *_, q_rows, _ = args
+        flat, first = np.asarray(draft_token_ids), 0
+        for count, row in zip(
+            np.asarray(num_draft_tokens), np.asarray(q_rows), strict=True
+        ):
+            if row >= 0:
+                verified = flat[first : first + count]
+                drawn = np.asarray(self.steps[-1][-1])[row, :count]
+                self.drawn["used"] += int(count)
+                self.drawn["others"] += int((verified != drawn).sum())
+            first += count
+        return self._verify(draft_token_ids, num_draft_tokens, *args)
 
     def take(self, request_ids: list[str]) -> tuple[list, dict[str, list]]:
         """Drafts since the last call, and those of the shadows; forgets them."""
@@ -220,6 +239,7 @@ def served(job: dict) -> dict:
         )
     if recorder:
         result["shadow_errors"] = recorder.errors
+        result["drawn"] = recorder.drawn
     return result
 
 

@@ -128,9 +128,11 @@ def run_batches(
     )
     return SimpleNamespace(
         jobs=jobs,
+        drawn=result.get("drawn"),
         **{
             field: dict(zip(jobs, values, strict=bool(values)))
             for field, values in result.items()
+            if isinstance(values, list)
         },
     )
 

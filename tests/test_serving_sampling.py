@@ -65,7 +65,7 @@ def sampled(method: str, samples: int, broken: str | None = None):
         *characters(tiny.torch_target, tiny.torch_draft, SMALL_VOCAB),
         k=3,
         max_num_seqs=64,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=192,
         max_model_len=32,
         num_gpu_blocks_override=200,
         block_size=16,
@@ -249,7 +249,7 @@ def featured(method: str | None, asynchronous: bool = True):
     else:
         # without drafts the engine takes one request's mask for another's
         jobs = {name: batch for name, batch in jobs.items() if "struct" not in name}
-    return run_batches(arguments, jobs, options={"silent": True}, **LAZY)
+    return run_batches(arguments, jobs, **LAZY)
 
 
 ENGINES = [("greedy", True), ("probabilistic", True), ("probabilistic", False)]
@@ -314,6 +314,14 @@ def test_logprobs_of_drawn_tokens_are_the_targets(method, asynchronous):
             assert len(given) in (4, 5)
             for name, value in given.items():
                 assert value == pytest.approx(row[int(name)].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_each_draft_is_held_against_what_it_was_drawn_from(asynchronous):
+    """Requests join, leave, change rows and are left out of steps in between."""
+    drawn = featured("probabilistic", asynchronous).drawn
+    assert drawn["used"] > 500
+    assert drawn["others"] == 0
 
 
 @with_dflash

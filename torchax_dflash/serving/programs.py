@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torchax_dflash.accepting import draw_drafts
 from torchax_dflash.draft_model import DraftModel, draft_logits, draft_tokens, ingest
@@ -114,4 +115,8 @@ def draft_drawn_step(
         logits[..., : head.vocab_size], settings, jnp.zeros(rows, jnp.int32)
     )
     draft_token_ids = jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
-    return draft_token_ids, draft_probs.at[:rows].set(probs)
+    assert draft.pool_sharding is not None
+    replicated = NamedSharding(draft.pool_sharding.mesh, PartitionSpec())
+    return draft_token_ids, jax.lax.with_sharding_constraint(
+        draft_probs.at[:rows].set(probs), replicated
+    )
