@@ -12,10 +12,6 @@ verified three drafts of which one fell, the second in the middle of its prompt:
 
 Rows go to the pages of the target's own block table, so a prefix-cache hit, a preempted
 request or a reordered batch needs nothing done here.
-
-With `draft_sample_method` "probabilistic" the drafts of sampled requests are drawn, and
-what they were drawn from stays on the device until `verifier.py` has held the target
-against it: one buffer of max_num_seqs * K * V float32, replicated on every device.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -36,7 +31,8 @@ from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 from torchax_dflash.config import TargetConfig
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.kv_cache import KVPool
-from torchax_dflash.sampling import GREEDY_BELOW, SamplingState
+from torchax_dflash.sampling import SamplingState
+from torchax_dflash.serving.drawn_drafts import DrawnDrafts
 from torchax_dflash.serving.head import ServedHead
 from torchax_dflash.serving.programs import draft_drawn_step, draft_step, ingest_step
 
@@ -48,9 +44,7 @@ class TorchaxDFlashProposer(DFlashProposer):
     (`runner/speculative_decoding_manager.py`); nothing of the base is used.
 
     Attributes:
-        drawn_rows: requests whose last drafts were drawn -> rows of `draft_probs`.
-        draft_probs: float32 [max_num_seqs, K, V], what the last drafts were drawn from;
-            None until `allocate`, and with greedy drafts.
+        drawn: what drafts were drawn from; None where all are chosen.
     """
 
     def __init__(self, vllm_config: Any, runner: Any) -> None:
@@ -67,11 +61,14 @@ class TorchaxDFlashProposer(DFlashProposer):
         draft.config.check_target(target)
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
         self.draft = draft.shard(self.mesh, "model")
-        self._is_probabilistic = speculative.draft_sample_method == "probabilistic"
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
-        self.drawn_rows: dict[str, int] = {}
-        self.draft_probs: jax.Array | None = None
-        self._seeds = np.random.default_rng(vllm_config.model_config.seed)
+        self.drawn: DrawnDrafts | None = None
+        if speculative.draft_sample_method == "probabilistic":
+            self.drawn = DrawnDrafts(
+                runner,
+                num_speculative_tokens=self.num_speculative_tokens,
+                vocab_size=self.vocab_size,
+            )
         text = vllm_config.model_config.hf_config.get_text_config()
         self._tied: bool = text.tie_word_embeddings
         self.final_hidden_states: jax.Array | None = None
@@ -112,23 +109,10 @@ class TorchaxDFlashProposer(DFlashProposer):
         shares = (sharding.shard_shape(x.shape) for x in jax.tree.leaves(pool))
         return sum(map(math.prod, shares)) * self.draft.dtype.itemsize * self.mesh.size
 
-    def draft_probs_bytes(self) -> int:
-        """Bytes of `draft_probs` on all devices together; 0 with greedy drafts."""
-        if not self._is_probabilistic:
-            return 0
-        return 4 * math.prod(self._draft_probs_shape) * self.mesh.size
-
-    @property
-    def _draft_probs_shape(self) -> tuple[int, int, int]:
-        return self.runner.max_num_reqs, self.num_speculative_tokens, self.vocab_size
-
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
-        if self._is_probabilistic:
-            self.draft_probs = jax.device_put(
-                jnp.zeros(self._draft_probs_shape, jnp.float32),
-                NamedSharding(self.mesh, PartitionSpec()),
-            )
+        if self.drawn is not None:
+            self.drawn.allocate()
         try:
             self._pool = self.draft.make_pool(num_pages=num_pages, page_size=page_size)
         except jax.errors.JaxRuntimeError as error:
@@ -231,9 +215,9 @@ class TorchaxDFlashProposer(DFlashProposer):
             )
             for rows in self._row_sizes:
                 self._draft(anchors, context, rows=rows)
-                if self._is_probabilistic:
-                    cold = np.zeros(rows, np.float32)
-                    self._draft_drawn(anchors, context, temperature=cold)
+                if self.drawn is not None:
+                    settings = self.drawn.greedy_settings(rows)
+                    self._draft(anchors, context, rows=rows, settings=settings)
 
     def propose(
         self,
@@ -257,73 +241,27 @@ class TorchaxDFlashProposer(DFlashProposer):
         """
         needed = self.runner.input_batch.num_reqs
         rows = next(size for size in self._row_sizes if size >= needed)
-        temperature = self._draft_temperature(rows)
-        drawn = np.flatnonzero(temperature >= GREEDY_BELOW)
-        self.drawn_rows = {self.runner.input_batch.req_ids[i]: int(i) for i in drawn}
-        if len(drawn) == 0:
-            return kv_caches, self._draft(input_ids, target_hidden_states, rows=rows)
-        return kv_caches, self._draft_drawn(
-            input_ids, target_hidden_states, temperature=temperature
+        settings = None if self.drawn is None else self.drawn.settings(rows)
+        return kv_caches, self._draft(
+            input_ids, target_hidden_states, rows=rows, settings=settings
         )
-
-    def _draft_temperature(self, rows: int) -> np.ndarray:
-        """Float32 [rows]; 0 for requests whose drafts are chosen, not drawn.
-
-        Those of structured requests are: the scheduler drops what the grammar does not
-        allow, and what is left has another distribution than it was drawn from.
-        """
-        temperature = np.zeros(rows, np.float32)
-        batch = self.runner.input_batch
-        if self._is_probabilistic:
-            for index, req_id in enumerate(batch.req_ids[: batch.num_reqs]):
-                params = self.runner.requests[req_id].sampling_params
-                if params.structured_outputs is None:
-                    temperature[index] = max(0, batch.temperature_cpu[index])
-        return temperature
 
     def _draft(
-        self, anchors: jax.Array, context: tuple[jax.Array, jax.Array], *, rows: int
-    ) -> jax.Array:
-        page_table, context_lens = context
-        return draft_step(
-            self.draft,
-            self._head,
-            self._pool,
-            anchors,
-            page_table,
-            context_lens,
-            rows=rows,
-            num_speculative_tokens=self.num_speculative_tokens,
-        )
-
-    def _draft_drawn(
         self,
         anchors: jax.Array,
         context: tuple[jax.Array, jax.Array],
         *,
-        temperature: np.ndarray,
+        rows: int,
+        settings: SamplingState | None = None,
     ) -> jax.Array:
-        page_table, context_lens = context
-        rows, batch = len(temperature), self.runner.input_batch
-        settings = {
-            "temperature": temperature,
-            "top_k": np.maximum(batch.top_k_cpu[:rows], 0),
-            "top_p": batch.top_p_cpu[:rows].copy(),
-            "min_p": np.zeros(rows, np.float32),
-            "seed": self._seeds.integers(0, 2**32, rows, np.uint32),
-            "logprobs": np.zeros(rows, np.bool_),
-        }
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        draft_token_ids, self.draft_probs = draft_drawn_step(
-            self.draft,
-            self._head,
-            self._pool,
-            anchors,
-            page_table,
-            context_lens,
-            SamplingState(**jax.device_put(settings, replicated)),
-            self.draft_probs,
-            num_speculative_tokens=self.num_speculative_tokens,
+        """The likeliest tokens, or by `settings` where there are any."""
+        k = self.num_speculative_tokens
+        block = (self.draft, self._head, self._pool, anchors, *context)
+        if settings is None:
+            return draft_step(*block, rows=rows, num_speculative_tokens=k)
+        assert self.drawn is not None
+        draft_token_ids, self.drawn.probs = draft_drawn_step(
+            *block, settings, self.drawn.probs, num_speculative_tokens=k
         )
         return draft_token_ids
 

@@ -98,21 +98,25 @@ class Verifier(RejectionSampler):
         lengths = metadata.draft_lengths_cpu
         self.draft_lengths = lengths
         self.limits = None
-        self._q_rows = np.full(len(lengths), -1, np.int32)
-        batch = self._runner.input_batch
-        for index, req_id in enumerate(batch.req_ids[: batch.num_reqs]):
-            row = self._drafter.drawn_rows.get(req_id)
-            if row is not None and self._are_last(req_id, row, scheduler_output):
-                self._q_rows[index] = row
+        self._q_rows = self._find_q(len(lengths), scheduler_output)
         if not lengths.any():
             # Without drafts the runner takes log-probabilities from the first rows
             # (`tpu_runner.py:641`), so let these be the requests' own.
-            count = metadata.target_logits_indices.shape[0]
-            metadata.target_logits_indices = jax.device_put(
-                np.arange(count, dtype=np.int32),
-                metadata.target_logits_indices.sharding,
-            )
+            indices = metadata.target_logits_indices
+            own = np.arange(indices.shape[0], dtype=np.int32)
+            metadata.target_logits_indices = jax.device_put(own, indices.sharding)
         return inputs
+
+    def _find_q(self, rows: int, scheduler_output: Any) -> np.ndarray:
+        """Of each row of the batch, the row of its drafts' q, or -1; int32 [R]."""
+        found, batch = np.full(rows, -1, np.int32), self._runner.input_batch
+        drawn = self._drafter.drawn
+        if drawn is not None:
+            for index, req_id in enumerate(batch.req_ids[: batch.num_reqs]):
+                row = drawn.rows.get(req_id)
+                if row is not None and self._are_last(req_id, row, scheduler_output):
+                    found[index] = row
+        return found
 
     def _are_last(self, req_id: str, row: int, scheduler_output: Any) -> bool:
         """Whether a request's drafts in this step are the last step's."""
@@ -178,7 +182,7 @@ class Verifier(RejectionSampler):
             sampling_metadata.top_k,
             sampling_metadata.top_p,
             key,
-            self._drafter.draft_probs,
+            None if self._drafter.drawn is None else self._drafter.drawn.probs,
             *jax.device_put((q_rows, limits)),
         )
 

@@ -87,7 +87,8 @@ class DFlashWorker(CpuWorker):
         Raises:
             ValueError: not enough for one request of max_model_len tokens.
         """
-        drawn_from = self._drafter.draft_probs_bytes()
+        drawn = self._drafter.drawn
+        drawn_from = 0 if drawn is None else drawn.num_bytes
         available = super().determine_available_memory() - drawn_from
         page_size = self.cache_config.block_size
         target = sum(s.page_size_bytes for s in self.get_kv_cache_spec().values())
