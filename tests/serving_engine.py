@@ -155,19 +155,20 @@ def break_on_purpose(rule: str) -> None:
 
     from torchax_dflash.serving import verifier, worker
 
-    if rule == "tpu_inference":
-
-        class Nothing:
-            def __init__(self, *args) -> None:
-                pass
-
-            def install(self) -> None:
-                pass
-
-        worker.Verifier = Nothing
-        worker.StructuredDecoding = lambda runner, _: runner.structured_decoding_manager
-    else:
+    if rule != "tpu_inference":
         verifier.accept = getattr(broken_rules, rule)
+        return
+    from tpu_inference.runner import structured_decoding_manager
+
+    class Theirs(structured_decoding_manager.StructuredDecodingManager):
+        def __init__(self, runner, _) -> None:
+            super().__init__(runner)
+
+        def warm_up(self) -> None:
+            pass
+
+    worker.StructuredDecoding = Theirs
+    verifier.Verifier.install = lambda self: None
 
 
 def sampling_params(fields: dict):
