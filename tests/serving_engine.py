@@ -153,22 +153,12 @@ def break_on_purpose(rule: str) -> None:
     """Before the engine starts: its accept rule becomes a wrong one."""
     import broken_rules
 
-    from torchax_dflash.serving import verifier, worker
+    from torchax_dflash.serving import verifier
 
-    if rule != "tpu_inference":
+    if rule == "tpu_inference":
+        verifier.Verifier.install = lambda self: None
+    else:
         verifier.accept = getattr(broken_rules, rule)
-        return
-    from tpu_inference.runner import structured_decoding_manager
-
-    class Theirs(structured_decoding_manager.StructuredDecodingManager):
-        def __init__(self, runner, _) -> None:
-            super().__init__(runner)
-
-        def warm_up(self) -> None:
-            pass
-
-    worker.StructuredDecoding = Theirs
-    verifier.Verifier.install = lambda self: None
 
 
 def sampling_params(fields: dict):
