@@ -2,7 +2,7 @@
 """Grammar bitmasks for every draft of every request.
 
 vLLM sends a bitmask row for each draft of a structured request and one more, requests
-in an order of its own. tpu-inference 0.32.0 (`structured_decoding_manager.py:68`) takes
+in an order of its own. tpu-inference 0.32.0 (`structured_decoding_manager.py:84`) takes
 one row for each request, in the order of sorted names, and puts it onto the logits row
 of the request's number. With drafts, each request has several logits rows:
 

@@ -5,11 +5,11 @@ tpu-inference 0.32.0 verifies greedy batches rightly, and that code is kept. Its
 for batches with sampled requests (`layers/jax/sample/rejection_sampler.py`) is not
 lossless:
 
-    `_compute_probs`:280  filters before the temperature, while `sample` does after it:
+    `_compute_probs`:304  filters before the temperature, while `sample` does after it:
                           with both, drafts are held against another p
-    the same, :297        divides by a greedy request's temperature, which is -1: beside
+    the same, :315        divides by a greedy request's temperature, which is -1: beside
                           a sampled request it draws, preferring unlikely tokens
-    `forward`, :443       accepts `ratio >= uniform`: a token of p = 0 where that is 0
+    the next, :459        accepts `ratio >= uniform`: a token of p = 0 where that is 0
 
 and the runner passes no `draft_probs`. Here it is `sampling.accept`, as offline.
 
@@ -101,7 +101,7 @@ class Verifier(RejectionSampler):
         self._q_rows = self._find_q(len(lengths), scheduler_output)
         if not lengths.any():
             # Without drafts the runner takes log-probabilities from the first rows
-            # (`tpu_runner.py:641`), so let these be the requests' own.
+            # (`tpu_runner.py:642`), so let these be the requests' own.
             indices = metadata.target_logits_indices
             own = np.arange(indices.shape[0], dtype=np.int32)
             metadata.target_logits_indices = jax.device_put(own, indices.sharding)
