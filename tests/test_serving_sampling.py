@@ -50,6 +50,7 @@ def sampled(method: str, samples: int, broken: str | None = None):
         max_model_len=32,
         num_gpu_blocks_override=200,
         block_size=16,
+        max_logprobs=4,  # at most the vocabulary
     )
     common = {"max_tokens": LENGTH, "ignore_eos": True}
     params = [common | setting for setting in SETTINGS.values()] * samples
