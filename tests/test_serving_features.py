@@ -103,14 +103,14 @@ def refusals() -> dict[str, dict]:
 
 
 @functools.cache
-def featured(method: str | None, asynchronous: bool = True):
-    """The engine with DFlash, or without it for None; on two devices if synchronous."""
+def featured(asynchronous: bool, with_draft: bool = True):
+    """The engine; on two devices if synchronous."""
     tiny = pair("llama", False)
     target, draft = characters(tiny.torch_target, tiny.torch_draft, VOCAB)
     arguments = engine_arguments(
         target,
-        draft if method else None,
-        sample_method=method or "greedy",
+        draft if with_draft else None,
+        sample_method="probabilistic",
         async_scheduling=asynchronous,
         tensor_parallel_size=1 if asynchronous else 2,
         structured_outputs_config={
@@ -119,7 +119,7 @@ def featured(method: str | None, asynchronous: bool = True):
         },
     )
     jobs = feature_batches()
-    if method:
+    if with_draft:
         jobs |= refusals()
     else:
         # without drafts the engine takes one request's mask for another's
@@ -128,8 +128,8 @@ def featured(method: str | None, asynchronous: bool = True):
     return run_batches(arguments, jobs, **LAZY, **({} if asynchronous else devices))
 
 
-ENGINES = [("greedy", True), ("probabilistic", True), ("probabilistic", False)]
-with_dflash = pytest.mark.parametrize(("method", "asynchronous"), ENGINES)
+with_dflash = pytest.mark.parametrize("asynchronous", [True, False])
+"""Drafts are drawn in both; `test_serving_sampling.py` has an engine of chosen ones."""
 
 
 def target_logits(prompt: list[int], output: list[int]) -> torch.Tensor:
@@ -141,10 +141,11 @@ def target_logits(prompt: list[int], output: list[int]) -> torch.Tensor:
 
 
 @with_dflash
-def test_a_temperature_near_zero_is_greedy(method, asynchronous):
+def test_a_temperature_near_zero_is_greedy(asynchronous):
     """vLLM makes it 0.01 at least: only near-ties may fall otherwise."""
-    engine, equal = featured(method, asynchronous), 0
-    assert engine.outputs["greedy"] == featured(None).outputs["greedy"]
+    engine, equal = featured(asynchronous), 0
+    plain = featured(True, with_draft=False)
+    assert engine.outputs["greedy"] == plain.outputs["greedy"]
     for prompt, cold, greedy in zip(
         PROMPTS, engine.outputs["cold"], engine.outputs["greedy"], strict=True
     ):
@@ -156,16 +157,16 @@ def test_a_temperature_near_zero_is_greedy(method, asynchronous):
 
 
 @with_dflash
-def test_greedy_rows_in_a_mixed_batch(method, asynchronous):
-    engine = featured(method, asynchronous)
+def test_greedy_rows_in_a_mixed_batch(asynchronous):
+    engine = featured(asynchronous)
     for index, output in enumerate(engine.outputs["mixed"]):
         if index % 3 != 1:
             assert output == engine.outputs["greedy"][index]
 
 
 @with_dflash
-def test_logprobs_are_those_without_dflash(method, asynchronous):
-    ours, theirs = featured(method, asynchronous), featured(None)
+def test_logprobs_are_those_without_dflash(asynchronous):
+    ours, theirs = featured(asynchronous), featured(True, with_draft=False)
     assert ours.outputs["logprobs"] == theirs.outputs["logprobs"]
     for got, want in zip(
         ours.logprobs["logprobs"], theirs.logprobs["logprobs"], strict=True
@@ -175,8 +176,8 @@ def test_logprobs_are_those_without_dflash(method, asynchronous):
 
 
 @with_dflash
-def test_logprobs_of_drawn_tokens_are_the_targets(method, asynchronous):
-    engine = featured(method, asynchronous)
+def test_logprobs_of_drawn_tokens_are_the_targets(asynchronous):
+    engine = featured(asynchronous)
     for prompt, output, logprobs in zip(
         PROMPTS,
         engine.outputs["drawn logprobs"],
@@ -195,7 +196,7 @@ def test_logprobs_of_drawn_tokens_are_the_targets(method, asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_each_draft_is_held_against_what_it_was_drawn_from(asynchronous):
     """Requests join, leave, change rows and are left out of steps in between."""
-    drawn = featured("probabilistic", asynchronous).drawn
+    drawn = featured(asynchronous).drawn
     assert drawn["used"] > 500
     assert drawn["others"] == 0
 
@@ -204,8 +205,8 @@ def test_each_draft_is_held_against_what_it_was_drawn_from(asynchronous):
 @pytest.mark.parametrize(
     "name", [name for name in feature_batches() if "structured" in name]
 )
-def test_structured_outputs_are_valid(name, method, asynchronous):
-    engine, batch = featured(method, asynchronous), feature_batches()[name]
+def test_structured_outputs_are_valid(name, asynchronous):
+    engine, batch = featured(asynchronous), feature_batches()[name]
     for params, text in zip(batch["params"], engine.texts[name], strict=True):
         if "structured_outputs" in params:
             (kind,) = params["structured_outputs"]
@@ -214,16 +215,16 @@ def test_structured_outputs_are_valid(name, method, asynchronous):
 
 @with_dflash
 @pytest.mark.parametrize("kind", KINDS)
-def test_structured_outputs_equal_those_without_dflash(kind, method, asynchronous):
+def test_structured_outputs_equal_those_without_dflash(kind, asynchronous):
     name = f"{kind} alone"
-    ours, theirs = featured(method, asynchronous), featured(None)
+    ours, theirs = featured(asynchronous), featured(True, with_draft=False)
     assert ours.outputs[name] == theirs.outputs[name]
     assert is_valid(kind, ours.texts[name][0])
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_is_not_served_is_refused(field):
-    error = featured("probabilistic").errors[field]
+    error = featured(True).errors[field]
     assert error is not None, "it was served"
     assert field in error
 
