@@ -104,7 +104,7 @@ def refusals() -> dict[str, dict]:
 
 @functools.cache
 def featured(asynchronous: bool, with_draft: bool = True):
-    """The engine; on two devices if synchronous."""
+    """The engine's answers to all batches."""
     tiny = pair("llama", False)
     target, draft = characters(tiny.torch_target, tiny.torch_draft, VOCAB)
     arguments = engine_arguments(
@@ -112,7 +112,6 @@ def featured(asynchronous: bool, with_draft: bool = True):
         draft if with_draft else None,
         sample_method="probabilistic",
         async_scheduling=asynchronous,
-        tensor_parallel_size=1 if asynchronous else 2,
         structured_outputs_config={
             "backend": "xgrammar",
             "disable_any_whitespace": True,
@@ -124,8 +123,7 @@ def featured(asynchronous: bool, with_draft: bool = True):
     else:
         # without drafts the engine takes one request's mask for another's
         jobs = {name: batch for name, batch in jobs.items() if "struct" not in name}
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    return run_batches(arguments, jobs, **LAZY, **({} if asynchronous else devices))
+    return run_batches(arguments, jobs, **LAZY)
 
 
 with_dflash = pytest.mark.parametrize("asynchronous", [True, False])
