@@ -7,13 +7,17 @@ A job of the form {"refused": [{"engine": {}, "environment": {}}]} tries to star
 of these engines; the result is {"errors": [text or null if it started]}.
 
 Any other job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params":
-{}}], "environment": {changes to ours}, "shadows": {name: {"draft": folder, "peer":
-bool}}}.
-The result: {"outputs": [[[ids]]], "metrics": [{counter: value}], "drafts": [[Draft]]},
-one per batch; a Draft is [index of the prompt, context_len, anchor, [draft ids]], and
-the proposer's are listed in the order of its steps. With shadows also "shadows":
-[{name: [Draft]}], "shadow_errors": {name: text} of those that could not be made, and
-"hidden_states_errors": {name: how far from the first one's}.
+{} or one for each prompt}], "environment": {changes to ours}, "shadows": {name:
+{"draft": folder, "peer": bool}}, "silent": do not record drafts, "broken": a rule of
+`broken_rules.py` in the place of ours, or "tpu_inference" for what it comes with}.
+The result: {"outputs": [[[ids]]], "texts": [[text]], "logprobs": [[one dictionary of
+token to number for each token, or null]], "errors": [text or null], "metrics":
+[{counter: value}], "drafts": [[Draft]]}, one per batch; a batch with an error has no
+outputs; a Draft is [index of the prompt, context_len, anchor, [draft ids]], and
+the proposer's are listed in the order of its steps. "drawn": {"used": how many drafts
+were verified by a q, "others": those of them that were not drawn from it}. With shadows
+also "shadows": [{name: [Draft]}], "shadow_errors": {name: text} of those that could not
+be made, and "hidden_states_errors": {name: how far from the first one's}.
 """
 
 import json
@@ -43,6 +47,9 @@ class DraftRecorder:
         drafter = runner.drafter
         self._prepare_inputs, self._propose = drafter.prepare_inputs, drafter.propose
         drafter.prepare_inputs, drafter.propose = self.prepare_inputs, self.propose
+        self.drawn = {"used": 0, "others": 0}
+        self._verify = runner.rejection_sampler._verify
+        runner.rejection_sampler._verify = self.verify
 
     def add_shadows(self, shadows: dict[str, dict]) -> None:
         from serving_shadows import Shadow
@@ -67,6 +74,21 @@ class DraftRecorder:
         requests = list(self.runner.input_batch.req_ids)
         self.steps.append((requests, context_lens, anchors, drafts))
         return caches, drafts
+
+    def verify(self, draft_token_ids, num_draft_tokens, *args):
+        """Counts drafts that are verified by a q, and those that q is not of."""
+        *_, q_rows, _ = args
+        flat, first = np.asarray(draft_token_ids), 0
+        for count, row in zip(
+            np.asarray(num_draft_tokens), np.asarray(q_rows), strict=True
+        ):
+            if row >= 0:
+                verified = flat[first : first + count]
+                drawn = np.asarray(self.steps[-1][-1])[row, :count]
+                self.drawn["used"] += int(count)
+                self.drawn["others"] += int((verified != drawn).sum())
+            first += count
+        return self._verify(draft_token_ids, num_draft_tokens, *args)
 
     def take(self, request_ids: list[str]) -> tuple[list, dict[str, list]]:
         """Drafts since the last call, and those of the shadows; forgets them."""
@@ -127,22 +149,75 @@ def main() -> None:
     os._exit(0)  # the engine's threads need no farewell
 
 
+def break_on_purpose(rule: str) -> None:
+    """Before the engine starts: its accept rule becomes a wrong one."""
+    import broken_rules
+
+    from torchax_dflash.serving import verifier
+
+    if rule == "tpu_inference":
+        verifier.Verifier.install = lambda self: None
+    else:
+        verifier.accept = getattr(broken_rules, rule)
+
+
+def sampling_params(fields: dict):
+    """vLLM's, greedy unless a temperature is given."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    fields = {"temperature": 0} | fields
+    if bias := fields.get("logit_bias"):  # JSON's keys are texts
+        fields["logit_bias"] = {int(token): value for token, value in bias.items()}
+    if structured := fields.pop("structured_outputs", None):
+        fields["structured_outputs"] = StructuredOutputsParams(**structured)
+    return SamplingParams(**fields)
+
+
+def answer(engine, batch: dict) -> list:
+    """vLLM's results of one batch."""
+    prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+    params = batch["params"]
+    if isinstance(params, list):
+        params = [sampling_params(fields) for fields in params]
+    else:
+        params = sampling_params(params)
+    return engine.generate(prompts, params, use_tqdm=False)
+
+
+def logprobs_of(result) -> list[dict] | None:
+    """Of each token of an output, by token."""
+    given = result.outputs[0].logprobs
+    if given is None:
+        return None
+    return [{token: entry.logprob for token, entry in at.items()} for at in given]
+
+
 def served(job: dict) -> dict:
     """One engine and its batches."""
     os.environ.update(ENVIRONMENT | job.get("environment", {}))
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
+    if job.get("broken"):
+        break_on_purpose(job["broken"])
     speculative = job["engine"].get("speculative_config")
     engine = LLM(disable_log_stats=False, **job["engine"])
-    recorder = DraftRecorder(model_runner(engine)) if speculative else None
+    recorder = None
+    if speculative and not job.get("silent"):
+        recorder = DraftRecorder(model_runner(engine))
     if shadows := job.get("shadows"):
         recorder.add_shadows(shadows)
-    result = {name: [] for name in ("outputs", "metrics", "drafts", "shadows")}
+    names = ["outputs", "texts", "logprobs", "errors", "metrics", "drafts", "shadows"]
+    result = {name: [] for name in names}
     for batch in job["batches"]:
-        prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
-        params = SamplingParams(temperature=0, **batch["params"])
-        results = engine.generate(prompts, params, use_tqdm=False)
+        try:
+            results, error = answer(engine, batch), None
+        except Exception as refusal:
+            results, error = [], str(refusal)
+        result["errors"].append(error)
         result["outputs"].append([list(r.outputs[0].token_ids) for r in results])
+        result["texts"].append([r.outputs[0].text for r in results])
+        result["logprobs"].append([logprobs_of(r) for r in results])
         if recorder:
             if recorder.shadows:
                 result["hidden_states_errors"] = recorder.hidden_states_errors()
@@ -155,6 +230,7 @@ def served(job: dict) -> dict:
         )
     if recorder:
         result["shadow_errors"] = recorder.errors
+        result["drawn"] = recorder.drawn
     return result
 
 

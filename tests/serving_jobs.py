@@ -17,13 +17,16 @@ from types import SimpleNamespace
 import torch
 from conftest import BLOCK, VOCAB, pair, random_prompts
 from dflash.model import DFlash2DraftModel
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchax_dflash import Generator, SamplingParams
 
 ENGINE = Path(__file__).parent / "serving_engine.py"
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+
+LAZY = {"SKIP_JAX_PRECOMPILE": "1", "VLLM_XLA_CHECK_RECOMPILATION": "0"}
+"""Compile what is used, not everything."""
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 DRAFTED = "vllm:spec_decode_num_drafts"
@@ -57,15 +60,38 @@ def save_pair(tiny: SimpleNamespace) -> tuple[str, str]:
     return f"{folder}/target", f"{folder}/draft"
 
 
+def characters(torch_target, torch_draft, vocab_size: int) -> tuple[str, str]:
+    """Folders of a target whose tokens are characters of JSON, and of its draft."""
+    folder = tempfile.mkdtemp(prefix="serving-")
+    letters = '{}"[]:,0123456789abcdefghijklmnop'[: vocab_size - 1]
+    tokens = [*letters[:2], "<eos>", *letters[2:]]
+    words = {token: index for index, token in enumerate(tokens)}
+    bare = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    bare.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    bare.decoder = decoders.Fuse()
+    torch_target.save_pretrained(f"{folder}/target")
+    torch_draft.save_pretrained(f"{folder}/draft")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>")
+    tokenizer.save_pretrained(f"{folder}/target")
+    return f"{folder}/target", f"{folder}/draft"
+
+
 @functools.cache
 def saved(family: str, tied: bool, kind: str = "DFlash") -> tuple[str, str]:
     """Folders of `pair(family, tied, kind)`."""
     return save_pair(pair(family, tied, kind))
 
 
-def engine_arguments(target, draft, k=BLOCK - 1, **options) -> dict:
+def engine_arguments(
+    target, draft, k=BLOCK - 1, sample_method="greedy", **options
+) -> dict:
     """Of `vllm.LLM`; `draft` may be None."""
-    speculative = {"method": "dflash", "model": draft, "num_speculative_tokens": k}
+    speculative = {
+        "method": "dflash",
+        "model": draft,
+        "num_speculative_tokens": k,
+        "draft_sample_method": sample_method,
+    }
     return {
         "model": str(target),
         "dtype": "float32",
@@ -104,20 +130,36 @@ def batches() -> dict[str, dict]:
     }  # fmt: skip
 
 
-def run_batches(arguments: dict, jobs: dict[str, dict], **environment: str):
-    """Batches through one engine: outputs, metrics and drafts, each by batch name."""
+def run_batches(
+    arguments: dict,
+    jobs: dict[str, dict],
+    *,
+    options: dict | None = None,
+    **environment,
+):
+    """Batches through one engine: outputs, metrics and drafts, each by batch name.
+
+    Args:
+        arguments: of `vllm.LLM`.
+        jobs: the batches, by name.
+        options: further fields of the engine's job.
+        environment: changes to it.
+    """
     result = run_engine(
         {
             "engine": arguments,
             "batches": list(jobs.values()),
             "environment": environment,
+            **(options or {}),
         }
     )
     return SimpleNamespace(
         jobs=jobs,
+        drawn=result.get("drawn"),
         **{
             field: dict(zip(jobs, values, strict=bool(values)))
             for field, values in result.items()
+            if isinstance(values, list)
         },
     )
 

@@ -5,116 +5,30 @@ The distribution is computed from transformers' own model and logits processors,
 held against many samples of our decode loop by a chi-square test.
 """
 
-import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
+import broken_rules
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    DFLASH2,
-    continuations,
-    make_torch_draft,
-    make_torch_target,
-    pair,
-    random_prompts,
-    train_draft,
-)
+from conftest import pair, random_prompts
 from dflash.model import dflash_generate
-from scipy.stats import chi2_contingency, chisquare
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from distributions import LENGTH, SMALL_VOCAB, exact_distribution, p_value, small
+from scipy.stats import chi2_contingency
 
 from torchax_dflash import (
-    DraftModel,
     Generator,
     SamplingParams,
-    TargetModel,
     accepting,
     attention,
     decode_state,
     decoding,
-    sampling,
 )
 
-SMALL_VOCAB, LENGTH, SAMPLES = 8, 3, 50_000
+SAMPLES = 50_000
 PROMPT = [1, 3, 5, 1, 7]
-
-
-@functools.cache
-def small(draft: str) -> SimpleNamespace:
-    """A target of eight tokens, and a draft.
-
-    Args:
-        draft: "trained", "untrained" (it knows nothing), or "DFlash-2" (trained).
-    """
-    sizes = {"vocab_size": SMALL_VOCAB, "hidden_size": 32, "intermediate_size": 32}
-    torch_target = make_torch_target("llama", tied=False, **sizes)
-    second = {"dflash_config": DFLASH2 if draft == "DFlash-2" else {}}
-    torch_draft = make_torch_draft(**sizes, **second, layers=1)
-    if draft != "untrained":
-        ids = continuations(torch_target)
-        train_draft(torch_draft, torch_target, ids, steps=60)
-    return SimpleNamespace(
-        torch_target=torch_target,
-        torch_draft=torch_draft,
-        target=TargetModel.from_torch(torch_target),
-        draft=DraftModel.from_torch(torch_draft),
-    )
-
-
-def exact_distribution(torch_target, prompt: list[int], params: SamplingParams):
-    """Probability of each continuation, [V ** LENGTH]."""
-    warpers = LogitsProcessorList()
-    if params.repetition_penalty != 1:
-        warpers.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    warpers.append(TemperatureLogitsWarper(params.temperature))
-    if params.min_p:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    if params.top_k:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    texts, probs = torch.tensor([prompt]), torch.ones(1)
-    said = torch.zeros(1, SMALL_VOCAB)
-    said[0, prompt[-1]] = 1  # the anchor is output
-    for _ in range(LENGTH):
-        with torch.no_grad():
-            logits = torch_target(texts, use_cache=False).logits[:, -1]
-        logits = RepetitionFirst(warpers, params, said)(texts, logits)
-        step = torch.softmax(logits, dim=-1)
-        probs = (probs[:, None] * step).flatten()
-        tokens = torch.arange(SMALL_VOCAB).repeat(len(texts))[:, None]
-        texts = torch.cat([texts.repeat_interleave(SMALL_VOCAB, 0), tokens], dim=1)
-        said = said.repeat_interleave(SMALL_VOCAB, 0)
-        said = said + torch.nn.functional.one_hot(tokens[:, 0], SMALL_VOCAB)
-    return probs.double().numpy()
-
-
-class RepetitionFirst:
-    """Penalties (transformers has not all of them), then the rest."""
-
-    def __init__(self, warpers, params: SamplingParams, said: torch.Tensor) -> None:
-        self.warpers, self.params, self.said = warpers, params, said
-
-    def __call__(self, texts, logits):
-        warpers = list(self.warpers)
-        if self.params.repetition_penalty != 1:
-            logits = warpers.pop(0)(texts, logits)
-        logits = logits - self.params.frequency_penalty * self.said
-        logits = logits - self.params.presence_penalty * (self.said > 0)
-        for warper in warpers:
-            logits = warper(texts, logits)
-        return logits
 
 
 @pytest.fixture(autouse=True)
@@ -189,21 +103,6 @@ def sampled_counts(models, params: SamplingParams, method: str) -> np.ndarray:
     return counts
 
 
-def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Of the chi-square test; rare continuations are taken together."""
-    assert counts[probs == 0].sum() == 0, "a token that the filters exclude"
-    expected = probs * counts.sum()
-    rare = expected < 10
-    groups = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)]
-    groups.append((counts[rare].sum(), expected[rare].sum()))
-    if groups[-1][1] < 10:
-        (last, wanted), (more, wanted_more) = groups.pop(), groups.pop()
-        groups.append((last + more, wanted + wanted_more))
-    observed, wanted = map(np.array, zip(*groups, strict=True))
-    assert len(observed) > 5
-    return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
-
-
 SETTINGS = {
     "temperature 1": SamplingParams(temperature=1.0),
     "temperature 0.6, top-k": SamplingParams(temperature=0.6, top_k=4),
@@ -269,39 +168,13 @@ def test_the_packages_own_sampling(draft):
     assert chi2_contingency(table).pvalue > 1e-3
 
 
-def accepts_all(probs, drafts, num_drafts, *, draft_probs, **others):
-    return sampling.accept(
-        probs, drafts, num_drafts, draft_probs=draft_probs * 1e-9, **others
-    )
-
-
-def keeps_what_was_rejected(
-    probs, drafts, num_drafts, *, draft_probs, settings, positions
-):
-    """Draws from p after a rejection, not from p - q."""
-    right = sampling.accept(
-        probs,
-        drafts,
-        num_drafts,
-        draft_probs=draft_probs,
-        settings=settings,
-        positions=positions,
-    )
-    at = right.num_accepted[:, None]
-    p = jnp.take_along_axis(probs, at[..., None], axis=1)
-    own = sampling.draw(p, settings.keys(positions, 2))
-    columns = jnp.arange(right.token_ids.shape[1])
-    return replace(right, token_ids=jnp.where(columns < at, right.token_ids, own))
-
-
-def takes_another_q(probs, drafts, num_drafts, *, draft_probs, **others):
-    sharper = draft_probs**2
-    sharper /= sharper.sum(-1, keepdims=True)
-    return sampling.accept(probs, drafts, num_drafts, draft_probs=sharper, **others)
-
-
 @pytest.mark.parametrize(
-    "broken", [accepts_all, keeps_what_was_rejected, takes_another_q]
+    "broken",
+    [
+        broken_rules.accepts_all,
+        broken_rules.keeps_what_was_rejected,
+        broken_rules.takes_another_q,
+    ],
 )
 def test_this_test_notices_a_broken_rule(broken, monkeypatch):
     monkeypatch.setattr(accepting, "accept", broken)

@@ -80,6 +80,8 @@ def cases() -> dict[str, tuple[dict, str]]:
     def engine(target: str = target, draft: str = draft, **options) -> dict:
         return {"engine": engine_arguments(target, draft, **options)}
 
+    other_rule = engine()
+    other_rule["engine"]["speculative_config"]["rejection_sample_method"] = "block"
     return {
         "no draft there": (engine(draft="no-such-draft"), "no-such-draft"),
         "K too large": (
@@ -129,6 +131,14 @@ def cases() -> dict[str, tuple[dict, str]]:
             engine(data_parallel_size=2),
             "data parallelism: expected 1 with DFlash, got 2",
         ),
+        "another accept rule": (
+            other_rule,
+            "rejection_sample_method: expected standard with DFlash, got 'block'",
+        ),
+        "processed logprobs": (
+            engine(logprobs_mode="processed_logprobs"),
+            "logprobs_mode: expected a raw one with DFlash, got 'processed_logprobs'",
+        ),
         "no memory for the pool": (
             engine(gpu_memory_utilization=0.001),
             "memory for KV caches: expected .* for one request of max_model_len "
@@ -151,6 +161,8 @@ NAMES = (
     "no hidden states",
     "LoRA",
     "data parallelism",
+    "another accept rule",
+    "processed logprobs",
     "no memory for the pool",
 )
 

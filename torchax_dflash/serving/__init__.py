@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFlash in vLLM on TPUs, as a plugin: `vllm.platform_plugins` finds `platform_plugin`.
 
-    platform.py    chooses our worker for `"method": "dflash"`
-    worker.py      puts our proposer into tpu-inference's model runner
-    proposer.py    ingests and drafts each step, on the target's block table
-    runner_fix.py  two faults of tpu-inference under async scheduling, mended
-    head.py        the target's embedding and output head, as the draft borrows them
-    cpu.py         what the TPU stack needs to run on a CPU, for development
+    platform.py      chooses our worker for `"method": "dflash"`
+    requests.py      what requests may ask for
+    worker.py        puts our parts into tpu-inference's model runner
+    proposer.py      ingests and drafts each step, on the target's block table
+    programs.py      its programs
+    drawn_drafts.py  what drafts were drawn from, until they are verified
+    verifier.py      which drafts stand, in the place of tpu-inference's sampler
+    structured.py    the grammar's masks, one for each draft
+    runner_fix.py    two faults of tpu-inference under async scheduling, mended
+    head.py          the target's embedding and output head, as the draft borrows them
+    cpu.py           what the TPU stack needs to run on a CPU, for development
 
 This folder is the only code that imports vllm or tpu_inference, and nothing outside
 imports it.

@@ -44,6 +44,52 @@ SEAMS = (
         ("self", "spec_decode_metadata", "last_sampled_token_id"),
     ),
     Seam(
+        "tpu_inference.runner.speculative_decoding_manager",
+        "SpeculativeDecodingManager.take_draft_token_ids",
+        ("self",),
+    ),
+    Seam(_RUNNER, "TPUModelRunner._prepare_inputs", ("self", "scheduler_output")),
+    Seam(
+        _RUNNER,
+        "TPUModelRunner._prepare_async_token_substitution_indices",
+        ("self", "req_ids_dp", "scheduled_tokens_per_dp_rank"),
+    ),
+    Seam(
+        "tpu_inference.layers.jax.sample.rejection_sampler",
+        "RejectionSampler.__call__",
+        (
+            "self",
+            "draft_token_ids",
+            "num_draft_tokens",
+            "draft_probs",
+            "target_logits",
+            "bonus_token_ids",
+            "sampling_metadata",
+            "key",
+        ),
+    ),
+    Seam(
+        "tpu_inference.runner.structured_decoding_manager",
+        "StructuredDecodingManager.prepare_structured_decoding_input",
+        ("self", "logits", "grammar_output"),
+    ),
+    Seam(
+        "tpu_inference.runner.structured_decoding_manager",
+        "StructuredDecodingManager.structured_decode_fn",
+        ("self", "require_struct_decoding", "grammar_bitmask", "logits", "arange"),
+    ),
+    Seam(
+        "tpu_inference.runner.compilation_manager",
+        "CompilationManager._precompile_structured_decoding",
+        ("self",),
+    ),
+    Seam("tpu_inference.utils", "device_array", ("mesh",)),
+    Seam(
+        "tpu_inference.platforms.tpu_platform",
+        "TpuPlatform.validate_request",
+        ("processed_inputs", "params"),
+    ),
+    Seam(
         "tpu_inference.spec_decode.jax.dflash",
         "DFlashProposer.prepare_inputs",
         (

@@ -9,17 +9,19 @@ from typing import Any
 from tpu_inference.platforms.tpu_platform import TpuPlatform
 
 from torchax_dflash.config import config_error
-from torchax_dflash.serving import compatibility, cpu, options
+from torchax_dflash.serving import compatibility, cpu, options, requests
 
 _WORKER = "torchax_dflash.serving.worker.DFlashWorker"
 _CPU_WORKER = "torchax_dflash.serving.worker.CpuWorker"
 
 
 class DFlashTpuPlatform(TpuPlatform):
-    """Everything is TpuPlatform's but the worker class.
+    """Everything is TpuPlatform's but the worker class and what requests may ask for.
 
     `additional_config={"torchax_dflash": false}` switches it off for one engine.
     """
+
+    _drafts = False
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -35,14 +37,28 @@ class DFlashTpuPlatform(TpuPlatform):
         if cpu.is_wanted():
             vllm_config.parallel_config.worker_cls = _CPU_WORKER
         speculative = vllm_config.speculative_config
-        if speculative is None or speculative.method != "dflash":
-            return
-        if not options.is_enabled(vllm_config):
+        is_dflash = speculative is not None and speculative.method == "dflash"
+        cls._drafts = is_dflash and options.is_enabled(vllm_config)
+        if not cls._drafts:
             return
         compatibility.check()
         _refuse_unsupported(vllm_config)
         _hide_kind_of_draft(speculative)
         vllm_config.parallel_config.worker_cls = _WORKER
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuses what tpu-inference would ignore, or die of, in mid-request.
+
+        Raises:
+            ValueError: a setting that is not served.
+        """
+        # not above: the platform is chosen while vllm is still being imported
+        from vllm.sampling_params import SamplingParams
+
+        if cls._drafts and isinstance(params, SamplingParams):
+            requests.check(params)
+        super().validate_request(processed_inputs, params)
 
 
 def _hide_kind_of_draft(speculative: Any) -> None:
@@ -82,6 +98,19 @@ def _refuse_unsupported(vllm_config: Any) -> None:
     for name, size in sizes.items():
         if size != 1:
             raise config_error(name, "1 with DFlash", size, "Set it to 1.")
+    speculative = vllm_config.speculative_config
+    if speculative.rejection_sample_method != "standard":
+        raise config_error(
+            "speculative_config.rejection_sample_method",
+            "standard with DFlash",
+            speculative.rejection_sample_method,
+            "Leave it out.",
+        )
+    logprobs_mode = vllm_config.model_config.logprobs_mode
+    if logprobs_mode.startswith("processed"):
+        raise config_error(
+            "logprobs_mode", "a raw one with DFlash", logprobs_mode, "Leave it out."
+        )
     unsupported = {
         "enable_continue_decode": (vllm_config.additional_config or {}).get(
             "enable_continue_decode"
@@ -89,7 +118,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         "enable_lora": vllm_config.lora_config is not None,
         "multimodal target": vllm_config.model_config.is_multimodal_model,
         "multi-axis RoPE (M-RoPE)": vllm_config.model_config.uses_mrope,
-        "speculative_config.revision": vllm_config.speculative_config.revision,
+        "speculative_config.revision": speculative.revision,
     }
     for name, value in unsupported.items():
         if value:

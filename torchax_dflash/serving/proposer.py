@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -30,11 +29,13 @@ from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 
 from torchax_dflash.config import TargetConfig
-from torchax_dflash.draft_model import DraftModel, ingest
-from torchax_dflash.drafting import draft_tokens
-from torchax_dflash.kv_cache import KVPool, slots_of
+from torchax_dflash.draft_model import DraftModel
+from torchax_dflash.kv_cache import KVPool
+from torchax_dflash.sampling import SamplingState
+from torchax_dflash.serving.drawn_drafts import DrawnDrafts
 from torchax_dflash.serving.head import ServedHead
 from torchax_dflash.serving.options import draft_quantization
+from torchax_dflash.serving.programs import draft_drawn_step, draft_step, ingest_step
 
 
 class TorchaxDFlashProposer(DFlashProposer):
@@ -42,6 +43,9 @@ class TorchaxDFlashProposer(DFlashProposer):
 
     A subclass because the runner's manager asserts the class
     (`runner/speculative_decoding_manager.py`); nothing of the base is used.
+
+    Attributes:
+        drawn: what drafts were drawn from; None where all are chosen.
     """
 
     def __init__(self, vllm_config: Any, runner: Any) -> None:
@@ -62,7 +66,14 @@ class TorchaxDFlashProposer(DFlashProposer):
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
         self.draft = draft.shard(self.mesh, "model")
         self._last_layer = target.num_hidden_layers - 1
-        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self.vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.drawn: DrawnDrafts | None = None
+        if speculative.draft_sample_method == "probabilistic":
+            self.drawn = DrawnDrafts(
+                runner,
+                num_speculative_tokens=self.num_speculative_tokens,
+                vocab_size=self.vocab_size,
+            )
         text = vllm_config.model_config.hf_config.get_text_config()
         self._tied: bool = text.tie_word_embeddings
         self.final_hidden_states: jax.Array | None = None
@@ -84,7 +95,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         self._head = ServedHead.of(
             target_model,
             tied=self._tied,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             hidden_size=self.draft.config.hidden_size,
         )
 
@@ -105,6 +116,8 @@ class TorchaxDFlashProposer(DFlashProposer):
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
+        if self.drawn is not None:
+            self.drawn.allocate()
         try:
             self._pool = self.draft.make_pool(num_pages=num_pages, page_size=page_size)
         except jax.errors.JaxRuntimeError as error:
@@ -141,7 +154,7 @@ class TorchaxDFlashProposer(DFlashProposer):
             (page_table, context_lens), anchors, None, attn_metadata: what `propose`
             gets.
         """
-        self._pool, page_table, context_lens, anchors = _ingest_step(
+        self._pool, page_table, context_lens, anchors = ingest_step(
             self.draft,
             self._pool,
             attn_metadata.input_positions,
@@ -206,6 +219,9 @@ class TorchaxDFlashProposer(DFlashProposer):
             )
             for rows in self._row_sizes:
                 self._draft(anchors, context, rows=rows)
+                if self.drawn is not None:
+                    settings = self.drawn.greedy_settings(rows)
+                    self._draft(anchors, context, rows=rows, settings=settings)
 
     def propose(
         self,
@@ -229,89 +245,29 @@ class TorchaxDFlashProposer(DFlashProposer):
         """
         needed = self.runner.input_batch.num_reqs
         rows = next(size for size in self._row_sizes if size >= needed)
-        return kv_caches, self._draft(input_ids, target_hidden_states, rows=rows)
-
-    def _draft(
-        self, anchors: jax.Array, context: tuple[jax.Array, jax.Array], *, rows: int
-    ) -> jax.Array:
-        page_table, context_lens = context
-        return _draft_step(
-            self.draft,
-            self._head,
-            self._pool,
-            anchors,
-            page_table,
-            context_lens,
-            rows=rows,
-            num_speculative_tokens=self.num_speculative_tokens,
+        settings = None if self.drawn is None else self.drawn.settings(rows)
+        return kv_caches, self._draft(
+            input_ids, target_hidden_states, rows=rows, settings=settings
         )
 
-
-@partial(jax.jit, donate_argnames="pool")
-def _ingest_step(
-    draft: DraftModel,
-    pool: KVPool,
-    positions: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start_loc: jax.Array,
-    aux_hidden_states: tuple[jax.Array, ...],
-    last_sampled_token_id: jax.Array,
-    next_prompt_token_id: jax.Array,
-    is_in_prefill: jax.Array,
-    num_rejected_tokens: jax.Array,
-    num_reqs_dp: jax.Array,
-) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
-    """The whole of `prepare_inputs` in one program."""
-    batch = seq_lens.shape[0]
-    page_table = block_tables.reshape(batch, -1)
-    num_reqs = num_reqs_dp[0]
-    in_batch = jnp.arange(batch) < num_reqs
-    rejected = num_rejected_tokens[:batch]
-    context_lens = jnp.where(in_batch, seq_lens - rejected, 0)
-
-    # Which request a row belongs to: the first whose end lies behind it.
-    rows = jnp.arange(positions.shape[0])
-    ends = jnp.where(in_batch, query_start_loc[1 : batch + 1], 2**31 - 1)
-    request = jnp.clip(jnp.searchsorted(ends, rows, side="right"), 0, batch - 1)
-    accepted = positions < context_lens[request]
-    accepted &= rows < query_start_loc[num_reqs]
-    slots = slots_of(pool, page_table[request], positions[:, None], accepted[:, None])[
-        :, 0
-    ]
-    pool = ingest(
-        draft, pool, jnp.concatenate(aux_hidden_states, axis=-1), positions, slots
-    )
-    anchors = jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id)
-    return pool, page_table, context_lens, anchors[:batch]
-
-
-@partial(jax.jit, static_argnames=("rows", "num_speculative_tokens"))
-def _draft_step(
-    draft: DraftModel,
-    head: ServedHead,
-    pool: KVPool,
-    anchors: jax.Array,
-    page_table: jax.Array,
-    context_lens: jax.Array,
-    *,
-    rows: int,
-    num_speculative_tokens: int,
-) -> jax.Array:
-    """The whole of `propose` in one program: the first `rows` of the batch draft."""
-    batch = anchors.shape[0]
-    context_lens = context_lens[:rows]
-    draft_token_ids = draft_tokens(
-        draft,
-        head,
-        pool,
-        anchors[:rows],
-        page_table=page_table[:rows],
-        context_lens=context_lens,
-        block_lens=jnp.where(context_lens > 0, num_speculative_tokens + 1, 0),
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    return jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
+    def _draft(
+        self,
+        anchors: jax.Array,
+        context: tuple[jax.Array, jax.Array],
+        *,
+        rows: int,
+        settings: SamplingState | None = None,
+    ) -> jax.Array:
+        """The likeliest tokens, or by `settings` where there are any."""
+        k = self.num_speculative_tokens
+        block = (self.draft, self._head, self._pool, anchors, *context)
+        if settings is None:
+            return draft_step(*block, rows=rows, num_speculative_tokens=k)
+        assert self.drawn is not None
+        draft_token_ids, self.drawn.probs = draft_drawn_step(
+            *block, settings, self.drawn.probs, num_speculative_tokens=k
+        )
+        return draft_token_ids
 
 
 def _powers_of_two(first: int, last: int) -> list[int]:

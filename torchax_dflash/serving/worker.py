@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 from tpu_inference.models.common.model_loader import (
     UnsupportedArchitectureError,
     _get_model_architecture,
@@ -15,10 +16,13 @@ from tpu_inference.runner.speculative_decoding_manager import (
     SpeculativeDecodingManager,
 )
 from tpu_inference.worker.tpu_worker import TPUWorker
+from vllm.v1.outputs import DraftTokenIds
 
 from torchax_dflash.config import config_error
 from torchax_dflash.serving import cpu, runner_fix
 from torchax_dflash.serving.proposer import TorchaxDFlashProposer
+from torchax_dflash.serving.structured import StructuredDecoding
+from torchax_dflash.serving.verifier import Verifier
 
 
 class CpuWorker(TPUWorker):
@@ -39,10 +43,16 @@ class DFlashWorker(CpuWorker):
         runner = self.model_runner
         runner.drafter = TorchaxDFlashProposer(self.vllm_config, runner)
         runner.speculative_decoding_manager = _Manager(runner)
+        verifier = Verifier(runner, runner.drafter)
+        verifier.install()
+        structured = StructuredDecoding(runner, verifier)
+        runner.structured_decoding_manager = structured
         runner_fix.mend(runner)
-        # tpu-inference warms its own proposer's shapes up; ours has others
-        # (`compilation_manager.py:1311`).
-        runner.compilation_manager._precompile_dflash_helpers = self._drafter.warm_up
+        # tpu-inference warms its own shapes up; ours are others
+        # (`compilation_manager.py:1311,309`).
+        manager = runner.compilation_manager
+        manager._precompile_dflash_helpers = self._drafter.warm_up
+        manager._precompile_structured_decoding = structured.warm_up
 
     def load_model(self) -> None:
         """Loads a target that gives its hidden states.
@@ -72,12 +82,14 @@ class DFlashWorker(CpuWorker):
                 )
 
     def determine_available_memory(self) -> int:
-        """Leaves room for the draft's pool: a page for each of the target's.
+        """Leaves room for the draft: a page for each of the target's, and its q.
 
         Raises:
             ValueError: not enough for one request of max_model_len tokens.
         """
-        available = super().determine_available_memory()
+        drawn = self._drafter.drawn
+        drawn_from = 0 if drawn is None else drawn.num_bytes
+        available = super().determine_available_memory() - drawn_from
         page_size = self.cache_config.block_size
         target = sum(s.page_size_bytes for s in self.get_kv_cache_spec().values())
         draft = self._drafter.page_bytes(page_size)
@@ -87,9 +99,11 @@ class DFlashWorker(CpuWorker):
             raise config_error(
                 "MiB of memory for KV caches",
                 f"{needed / 2**20:.1f} for one request of max_model_len {longest} "
-                f"(the target's {target} bytes a page and the draft's {draft})",
-                round(available / 2**20, 1),
-                "Raise gpu_memory_utilization, or lower max_model_len.",
+                f"(the target's {target} bytes a page and the draft's {draft}), and "
+                f"{drawn_from / 2**20:.1f} for probabilities of drawn drafts",
+                round((available + drawn_from) / 2**20, 1),
+                "Raise gpu_memory_utilization, or lower max_model_len (with drawn "
+                "drafts also max_num_seqs).",
             )
         return int(available * target / (target + draft))
 
@@ -162,14 +176,30 @@ def _no_hidden_states(vllm_config: Any, interface: str) -> ValueError:
 
 
 class _Manager(SpeculativeDecodingManager):
-    """Hands the proposer the target's final hidden states, too.
+    """Hands the proposer the target's final hidden states, too, and drafts to vLLM.
 
     The last entry of HF's `hidden_states` is normalised; vLLM's aux state of the last
     layer is not, but its output is.
     """
 
+    _drafted_for: list[str]
+
     def propose_dflash_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
         """As the base, with the last argument, `hidden_states`, put aside."""
         hidden_states = kwargs["hidden_states"] if kwargs else args[-1]
         self.runner.drafter.final_hidden_states = hidden_states
+        batch = self.runner.input_batch
+        self._drafted_for = batch.req_ids[: batch.num_reqs]
         return super().propose_dflash_draft_token_ids(*args, **kwargs)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The last step's drafts, for the scheduler.
+
+        tpu-inference pairs them with the batch of now, which under async scheduling is
+        the next step's, and gives rows of a device array where vLLM shortens lists.
+        """
+        drafts, self._draft_token_ids = self._draft_token_ids, None
+        if drafts is None:
+            return None
+        rows = np.asarray(drafts)[: len(self._drafted_for)]
+        return DraftTokenIds(self._drafted_for, rows.tolist())
