@@ -44,7 +44,7 @@ _hidden = jax.jit(draft_hidden_states)
 
 def tolerance(variant: str, dtype: str) -> float:
     """PyTorch's own bfloat16 is 0.18 from the oracle with convolutions, else 0.05."""
-    return {"float32": 1e-5, "bfloat16": 0.16 if variant == "DFlash-2" else 0.05}[dtype]
+    return {"float32": 1e-5, "bfloat16": 0.2 if variant == "DFlash-2" else 0.05}[dtype]
 
 
 class Ours:

@@ -26,11 +26,8 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from test_bad_input import assert_four_parts, change_weights, edit_config
 from test_draft_parity import Oracle, Ours, history
-from test_sampling import (
-    PROMPT,
-    SETTINGS,
-    SMALL_VOCAB,
-    _small_pages,  # noqa: F401 (a fixture of every test here)
+from distributions import SMALL_VOCAB
+from test_sampling import PROMPT, SETTINGS, _small_pages,  # noqa: F401 (a fixture of every test here
     exact_distribution,
     p_value,
     sampled_counts,
