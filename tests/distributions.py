@@ -2,8 +2,11 @@
 """The exact distribution of a tiny target's next tokens, and samples against it."""
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from conftest import (
@@ -23,9 +26,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from torchax_dflash import DraftModel, SamplingParams, TargetModel
+from torchax_dflash import (
+    DraftModel,
+    Generator,
+    SamplingParams,
+    TargetModel,
+    decoding,
+)
 
-SMALL_VOCAB, LENGTH = 8, 3
+SMALL_VOCAB, LENGTH, SAMPLES = 8, 3, 50_000
+PROMPT = [1, 3, 5, 1, 7]
 
 
 @functools.cache
@@ -108,3 +118,83 @@ def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
     observed, wanted = map(np.array, zip(*groups, strict=True))
     assert len(observed) > 5
     return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+
+
+SETTINGS = {
+    "temperature 1": SamplingParams(temperature=1.0),
+    "temperature 0.6, top-k": SamplingParams(temperature=0.6, top_k=4),
+    "top-p": SamplingParams(temperature=1.3, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.15),
+    "all filters": SamplingParams(temperature=0.9, top_k=6, top_p=0.9, min_p=0.02),
+    "penalties": SamplingParams(
+        temperature=0.8,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+    ),
+}
+
+
+def sampled_counts(models, params: SamplingParams, method: str) -> np.ndarray:
+    """How often each continuation of the prompt came, [V ** LENGTH]."""
+    generator = Generator(
+        models.target, models.draft, max_model_len=16, num_speculative_tokens=3
+    )
+    *prompt, anchor = PROMPT
+    # the prefill draws the anchor, so it is put into its place by hand
+    generator.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+    state = generator._state
+    output = jnp.zeros((1, SMALL_VOCAB), jnp.int32).at[0, anchor].set(1)
+    settings = {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+    }
+    state = replace(
+        state,
+        anchors=jnp.array([anchor], jnp.int32),
+        limits=jnp.array([16], jnp.int32),
+        active=jnp.array([True]),
+        sampling=replace(
+            state.sampling,
+            **{
+                name: jnp.full_like(getattr(state.sampling, name), value)
+                for name, value in settings.items()
+            },
+        ),
+        penalties=replace(
+            state.penalties,
+            repetition=jnp.array([params.repetition_penalty], jnp.float32),
+            presence=jnp.array([params.presence_penalty], jnp.float32),
+            frequency=jnp.array([params.frequency_penalty], jnp.float32),
+            in_output=output,
+        ),
+    )
+
+    @jax.jit
+    @jax.vmap
+    def run(seed):
+        seeded = replace(state, sampling=replace(state.sampling, seed=seed[None]))
+        _, steps = decoding.decode.__wrapped__(
+            models.target,
+            models.draft,
+            seeded,
+            keep=jnp.array([True]),
+            num_speculative_tokens=3,
+            num_steps=LENGTH,
+            draft_sample_method=method,
+        )
+        return steps.token_ids[:, 0], steps.num_tokens[:, 0]
+
+    counts, batch = np.zeros(SMALL_VOCAB**LENGTH, int), 1_000
+    for first in range(0, SAMPLES, batch):
+        tokens, numbers = jax.device_get(
+            run(jnp.arange(first, first + batch, dtype=jnp.uint32))
+        )
+        is_output = np.arange(tokens.shape[2]) < numbers[..., None]
+        order = np.argsort(~is_output.reshape(batch, -1), axis=1, kind="stable")
+        said = np.take_along_axis(tokens.reshape(batch, -1), order, 1)[:, :LENGTH]
+        code = said @ (SMALL_VOCAB ** np.arange(LENGTH)[::-1])
+        counts += np.bincount(code, minlength=len(counts))
+    return counts

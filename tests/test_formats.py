@@ -23,16 +23,18 @@ from conftest import (
     pair,
     random_prompts,
 )
-from safetensors.torch import load_file, save_file
-from test_bad_input import assert_four_parts, change_weights, edit_config
-from test_draft_parity import Oracle, Ours, history
-from distributions import SMALL_VOCAB
-from test_sampling import PROMPT, SETTINGS, _small_pages,  # noqa: F401 (a fixture of every test here
+from distributions import (
+    PROMPT,
+    SETTINGS,
+    SMALL_VOCAB,
     exact_distribution,
     p_value,
     sampled_counts,
     small,
 )
+from safetensors.torch import load_file, save_file
+from test_bad_input import assert_four_parts, change_weights, edit_config
+from test_draft_parity import Oracle, Ours, history
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
 from torchax_dflash.drafting import draft_logits, draft_tokens
@@ -168,6 +170,7 @@ def test_generating_with_a_draft_of_its_own_head(tmp_path, brings, temperature, 
         assert set(accepted) <= set(KNOWN)
 
 
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_the_targets_distribution_with_a_reduced_vocabulary(method):
     """Tokens that the draft never proposes still come as often as they should."""
