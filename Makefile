@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3.12 python3 python3.13 \
 BIN := .venv/bin
 # vLLM wants other versions (of torch, among others), so it has an environment of its own.
 SERVING := .venv-serving/bin
+# Compiling keeps one core busy, so two files are tested at a time.
+TWICE := -n 2 --dist loadfile
 .DELETE_ON_ERROR:
 
 .PHONY: demo test test-serving serve train bench lint format clean
@@ -14,10 +16,11 @@ demo: .venv/.installed  ## answer a question with DFlash, and compare with plain
 	@$(BIN)/python examples/generate.py --compare
 
 test: .venv/.installed-dev  ## the tests of everything but serving
-	@$(BIN)/python -m pytest -m 'not vllm'
+	@$(BIN)/python -m pytest -m 'not vllm' $(TWICE)
 
 test-serving: .venv-serving/.installed  ## the tests of serving, on the real vLLM
-	@$(SERVING)/python -m pytest -m vllm tests/test_serving*.py tests/test_server.py tests/test_plugin.py
+	@$(SERVING)/python -m pytest -m vllm $(TWICE) \
+		tests/test_serving*.py tests/test_server.py tests/test_plugin.py
 
 serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pair, on this CPU
 	@target=$$($(SERVING)/python -c 'from torchax_dflash.demo import demo_target as d; print(d())') && \
@@ -71,5 +74,5 @@ clean:
 
 .venv-serving/.installed: .venv-serving/bin/python pyproject.toml
 	@echo "Installing vLLM into .venv-serving (the first time: several minutes, about 11 GB)"
-	$(SERVING)/python -m pip install --quiet --editable '.[vllm]' pytest pytest-timeout
+	$(SERVING)/python -m pip install --quiet --editable '.[vllm]' pytest pytest-timeout pytest-xdist
 	@touch $@
