@@ -4,8 +4,9 @@
     prompts    what to ask the target           (JSONL, text files, a built-in mix)
     sequences  what it answered                 sequences.jsonl
     features   what it thought meanwhile        features/00000.safetensors, …
-    blocks     anchored blocks of many positions, one forward of the unmodified draft
+    anchored   blocks at many positions, one forward of the unmodified draft
     loss       of the draft's words against the target's own choices
+    selection  and of what DFlash-2's selector makes of them
     trainer    steps, checkpoints, exact resume
     evaluation acceptance through the real generator
 
