@@ -257,7 +257,10 @@ def test_structured_outputs_of_a_real_model(smollm2):
             sample_method="probabilistic",
             max_model_len=128,
             max_num_batched_tokens=64,
-            structured_outputs_config={"disable_any_whitespace": True},
+            structured_outputs_config={
+                "backend": "xgrammar",
+                "disable_any_whitespace": True,
+            },
         ),
         {"all": {"prompts": prompts, "params": params}},
         **LAZY,
