@@ -152,6 +152,8 @@ def test_an_export_is_what_the_dflash_package_loads(tiny, data, dflash2, tmp_pat
     run, state = make_run(tiny, data, RECIPE, tmp_path, fresh_draft(dflash2))
     exported = trained_draft(state, run.frozen, "float32")
     export(exported, tmp_path / "draft", dtype="float32")
+    for file in (tmp_path / "draft").iterdir():
+        assert file.stat().st_mode & 0o444 == 0o444, f"{file} is for its owner only"
     draft_class = DFlash2DraftModel if dflash2 else DFlashDraftModel
     module = draft_class.from_pretrained(tmp_path / "draft", dtype=torch.float32)
     original = make_torch_draft(dflash_config=DFLASH2 if dflash2 else {})

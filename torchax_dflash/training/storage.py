@@ -36,6 +36,7 @@ def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     try:
         contiguous = {n: np.asarray(array, order="C") for n, array in tensors.items()}
         save_file(contiguous, scratch, metadata={"format": "pt"})
+        scratch.chmod(0o644)  # safetensors lets nobody else read it
         scratch.replace(file)
     except SafetensorError as error:  # wraps errors of the operating system
         megabytes = sum(array.nbytes for array in tensors.values()) / 1e6
