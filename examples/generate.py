@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(arguments)
     except (ValueError, RuntimeError, OSError) as error:
-        notes.print(Text.assemble(("error: ", "bold red"), str(error)))
+        message = Text.assemble(("error: ", "bold red"), str(error))
+        notes.print(message, soft_wrap=True)  # so that paths can be copied
         return 2
     except KeyboardInterrupt:
         notes.print("interrupted")

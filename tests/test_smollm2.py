@@ -159,7 +159,7 @@ def test_example_keeps_what_it_has_on_ctrl_c():
         assert process.stdout is not None
         started = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        rest, notes = process.communicate(timeout=60)
+        rest, notes = process.communicate(timeout=240)
     assert process.returncode == 130, notes
     assert started + rest
     assert "mean acceptance length" in notes

@@ -21,6 +21,7 @@ def start_from(folder, target):
         target,
         [],
         num_layers=2,
+        dflash2=False,
         block_size=4,
         mask_token_id=None,
         target_layer_ids=None,
