@@ -14,6 +14,7 @@ in examples/):
 Everything lies in one folder, runs/NAME unless --folder says otherwise:
 
   runs/NAME/data/sequences.jsonl    answers           (generate)
+  runs/NAME/data/prompts.jsonl      questions         (generate --self-prompts)
   runs/NAME/data/log.jsonl          how fast          (generate)
   runs/NAME/data/features/          hidden states     (generate --store-features)
   runs/NAME/RUN/log.jsonl           losses            (train)
@@ -23,6 +24,7 @@ Everything lies in one folder, runs/NAME unless --folder says otherwise:
 Examples:
   train_draft.py generate --num-prompts 2000
   train_draft.py generate --target Qwen/Qwen3-4B --prompts questions.jsonl
+  train_draft.py generate --target Qwen/Qwen3-4B --self-prompts --num-prompts 20000
   train_draft.py train --stages 4:0.6,8:0.4 --steps 4000
   train_draft.py evaluate --draft runs/SmolLM2-135M-Instruct/run/draft
   train_draft.py STEP --help
@@ -34,7 +36,7 @@ import argparse
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,8 @@ from torchax_dflash.training.export import export
 from torchax_dflash.training.feature_store import FeatureStore
 from torchax_dflash.training.mesh import make_mesh, shard_state, shard_target
 from torchax_dflash.training.progress import ProgressBar, notes
-from torchax_dflash.training.prompts import builtin_mix, read_prompts
+from torchax_dflash.training.prompts import TrainingPrompt, builtin_mix, read_prompts
+from torchax_dflash.training.prompts_self import write_prompts
 from torchax_dflash.training.questions import Overlap, evaluation_questions
 from torchax_dflash.training.recipe import PRESETS, Recipe
 from torchax_dflash.training.run import Cadence, Run, stopping
@@ -107,17 +110,13 @@ def generate(arguments: argparse.Namespace) -> None:
         )
     target = TargetModel.from_pretrained(folder, dtype=arguments.dtype)
     if arguments.num_prompts:
-        prompts = (
-            read_prompts(arguments.prompts)
-            if arguments.prompts
-            else builtin_mix(arguments.seed)
-        )
         generator = Generator(
             target,
             tokenizer=tokenizer,
             max_model_len=arguments.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
         )
+        prompts = prompts_of(arguments, generator, store)
         with ProgressBar("Answering", store.folder / "log.jsonl") as (log, update):
 
             def on_answer(progress: AnswerProgress) -> None:
@@ -140,6 +139,29 @@ def generate(arguments: argparse.Namespace) -> None:
         features = FeatureStore(store.folder / "features", hash_of_target, layer_ids)
         with ProgressBar("Features") as (_, update):
             features.add(target, list(store), layer_ids, update)
+
+
+def prompts_of(
+    arguments: argparse.Namespace, generator: Generator, store: SequenceStore
+) -> Iterable[TrainingPrompt]:
+    """The prompts asked for: of files, the target's own, or the built-in mix."""
+    if arguments.prompts and arguments.self_prompts:
+        raise ValueError(
+            "--self-prompts: expected no --prompts beside it, got both. Choose one; "
+            "a second call with the other adds to the same answers."
+        )
+    if arguments.prompts:
+        return read_prompts(arguments.prompts)
+    if not arguments.self_prompts:
+        return builtin_mix(arguments.seed)
+    with ProgressBar("Asking") as (_, update):
+        return write_prompts(
+            generator,
+            arguments.num_prompts,
+            store.folder / "prompts.jsonl",
+            seed=arguments.seed,
+            on_prompt=update,
+        )
 
 
 def train(arguments: argparse.Namespace) -> None:

@@ -102,6 +102,29 @@ def test_generate_goes_on_where_it_stopped(main, target, questions, generated):
     assert list(again) == sequences
 
 
+def test_the_target_writes_the_prompts(main, capsys, target, tmp_path):
+    asked = shutil.copytree(target, tmp_path / "asked")
+    opening = "<a>{% for m in messages %}{{ m.content }}{% endfor %}!"
+    (asked / "chat_template.jinja").write_text(opening)
+    limits = ["--max-tokens", "8", "--max-model-len", "256", "--max-num-seqs", "4"]
+    folder = tmp_path / "run"
+    command = ["generate", *common(asked, folder), "--self-prompts", *limits]
+    assert main([*command, "--num-prompts", "5"]) == 0
+    questions = (folder / "data" / "prompts.jsonl").read_text()
+    with (folder / "data" / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "torn')
+    assert main([*command, "--num-prompts", "9"]) == 0
+    more = (folder / "data" / "prompts.jsonl").read_text()
+    assert more.startswith(questions)
+    texts = [json.loads(line)["prompt"] for line in more.splitlines()]
+    assert len(set(texts)) == 9
+    store = SequenceStore(folder / "data", fingerprint(asked))
+    assert {sequence.prompt for sequence in store} == set(texts)
+    fails(main, capsys, [*command, "--prompts", "x"], "--self-prompts", "Choose one")
+    (asked / "chat_template.jinja").unlink()
+    fails(main, capsys, command, "--self-prompts: expected", "Give prompts")
+
+
 def test_train_export_evaluate(main, target, generated, tmp_path):
     options = common(target, generated)
     assert main(["train", *options, *NEW, *SMALL]) == 0

@@ -59,6 +59,9 @@ def _add_generate(steps: Any) -> None:
     add("--prompts", type=Path, nargs="+", metavar="FILE",
         help='JSON lines with a field "prompt", or text with one prompt a line '
         "(default: an endless built-in mix of code, mathematics and chat)")  # fmt: skip
+    add("--self-prompts", action="store_true",
+        help="let the target write the prompts, too: what it says as the user of its "
+        "own chat template")  # fmt: skip
     add("--text", type=Path, nargs="+", metavar="FILE", default=[],
         help="texts to learn from as they are: cheaper than answers, since the target "
         "only reads them")  # fmt: skip
@@ -73,7 +76,8 @@ def _add_generate(steps: Any) -> None:
         help="of a prompt and its answer (default: 512)")  # fmt: skip
     add("--max-num-seqs", type=int, default=64,
         help="answers that are written at the same time (default: 64)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the built-in mix")
+    add("--seed", type=int, default=0,
+        help="of the built-in mix, or of prompts that the target writes")  # fmt: skip
     add("--store-features", action="store_true",
         help="keep the target's hidden states on disk, so that training need not "
         "make them (2 bytes x tapped layers x hidden size for each token)")  # fmt: skip

@@ -18,21 +18,20 @@ _GYM_SUFFIX = " Give the result as your final answer. Do not include units."
 
 
 def prompts(seed: int) -> Iterator[str]:
-    """Endless: half GSM8K-like templates, a third other puzzles, some stories."""
+    """Endless: three parts GSM8K-like templates, two other puzzles, three stories."""
     rng = random.Random(f"math {seed}")
     while True:
         start = rng.randrange(1 << 30)
         symbolic = _gym("gsm_symbolic", start, 300)
         puzzles = [q for task in _WORDS["gym_tasks"] for q in _gym(task, start, 8)]
         rng.shuffle(puzzles)
-        stories = [_story(rng) for _ in range(100)]
+        stories = [_story(rng) for _ in range(300)]
         for index, problem in enumerate(symbolic):
             yield ASK.format(problem)
             if index % 3 < 2 and puzzles:
                 puzzle = puzzles.pop()
                 yield ASK.format(puzzle) if rng.random() < 0.7 else puzzle
-            if index % 3 == 2:
-                yield ASK.format(stories.pop())
+            yield ASK.format(stories.pop())
 
 
 def _gym(task: str, seed: int, size: int) -> list[str]:
@@ -42,14 +41,16 @@ def _gym(task: str, seed: int, size: int) -> list[str]:
 
 
 def _story(rng: random.Random) -> str:
-    a, b = rng.sample(_WORDS["names"], 2)
+    a, b, c = rng.sample(_WORDS["names"], 3)
     return rng.choice(_WORDS["stories"]).format(
         a=a,
         b=b,
+        c=c,
         o=rng.choice(_WORDS["things"]),
         x=rng.randint(3, 40),
         y=rng.randint(2, 30),
         z=rng.randint(2, 12),
         w=rng.choice((50, 60, 80, 100, 200)),
         s=rng.randint(3, 6),
+        p=rng.choice((10, 20, 25, 30, 40, 50, 75)),
     )

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchax_dflash.config import config_error
-from torchax_dflash.training.storage import write_atomically
+from torchax_dflash.training.storage import cut_torn_line, write_atomically
 
 _SEQUENCES, _TARGET = "sequences.jsonl", "target.json"
 
@@ -77,7 +76,7 @@ class SequenceStore:
         else:
             write_atomically(recorded, json.dumps({"sha256": target}) + "\n")
         if self._file.is_file():
-            _cut_torn_line(self._file)
+            cut_torn_line(self._file)
 
     def append(self, sequence: TokenSequence) -> None:
         """Adds one; it is on disk when this returns.
@@ -107,17 +106,3 @@ def fingerprint(checkpoint: Path) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-def _cut_torn_line(file: Path) -> None:
-    with file.open("rb+") as content:
-        end = content.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - (1 << 16))
-            content.seek(start)
-            newline = content.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        content.truncate(end)

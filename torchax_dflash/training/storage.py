@@ -48,5 +48,20 @@ def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
         scratch.unlink(missing_ok=True)
 
 
+def cut_torn_line(file: Path) -> None:
+    """Cuts off a last line without end, as an interrupted append leaves it."""
+    with file.open("rb+") as content:
+        end = content.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - (1 << 16))
+            content.seek(start)
+            newline = content.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        content.truncate(end)
+
+
 def _scratch(file: Path) -> Path:
     return file.with_name(f".{file.name}.{os.getpid()}")
