@@ -42,9 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer
 
@@ -52,17 +50,16 @@ from torchax_dflash import DraftModel, Generator, TargetModel
 from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
 from torchax_dflash.training import report
 from torchax_dflash.training.answers import AnswerProgress, answer
-from torchax_dflash.training.arguments import parse_arguments
+from torchax_dflash.training.arguments import mesh_of, parse_arguments, recipe_of
 from torchax_dflash.training.batches import Batches
 from torchax_dflash.training.evaluation import Acceptance, measure
 from torchax_dflash.training.export import export
 from torchax_dflash.training.feature_store import FeatureStore
-from torchax_dflash.training.mesh import make_mesh, shard_state, shard_target
+from torchax_dflash.training.mesh import shard_state, shard_target
 from torchax_dflash.training.progress import ProgressBar, notes
 from torchax_dflash.training.prompts import TrainingPrompt, builtin_mix, read_prompts
 from torchax_dflash.training.prompts_self import write_prompts
 from torchax_dflash.training.questions import Overlap, evaluation_questions
-from torchax_dflash.training.recipe import PRESETS, Recipe
 from torchax_dflash.training.run import Cadence, Run, stopping
 from torchax_dflash.training.sequences import SequenceStore, fingerprint
 from torchax_dflash.training.setup import prepare, starting_draft
@@ -285,12 +282,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
             run=arguments.run,
         ),
     )
-    table = Table("set", "tau", "accepted at 1, 2, …", "prompts", "tokens")
-    for name, acceptance in found.items():
-        shares = " ".join(f"{share:.0%}" for share in acceptance.accepted)
-        counts = (str(acceptance.prompts), str(acceptance.tokens))
-        table.add_row(name, f"{acceptance.tau:.2f}", shares, *counts)
-    screen.print(table)
+    screen.print(report.table(found))
 
 
 def locate(arguments: argparse.Namespace) -> tuple[Path, Path]:
@@ -298,27 +290,6 @@ def locate(arguments: argparse.Namespace) -> tuple[Path, Path]:
     folder = find_checkpoint(arguments.target) if arguments.target else demo_target()
     name = arguments.target or DEMO_TARGET
     return folder, arguments.folder or Path("runs") / Path(name).name
-
-
-def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """The preset, with what the command line changes."""
-    given = {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(Recipe)
-        if getattr(arguments, field.name) is not None
-    }
-    return dataclasses.replace(PRESETS[arguments.preset], **given)
-
-
-def mesh_of(shape: tuple[int, ...] | None) -> Mesh | None:
-    """The mesh asked for; None for a single device."""
-    shape = shape or (jax.device_count(), 1)
-    if len(shape) != 2:
-        raise ValueError(
-            f"--mesh: expected two numbers, like 4,2, got {shape}. The first is how "
-            "many devices share a batch, the second how many share the weights."
-        )
-    return None if shape == (1, 1) else make_mesh(*shape)
 
 
 def demo_layer_ids(arguments: argparse.Namespace) -> tuple[int, ...]:

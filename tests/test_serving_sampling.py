@@ -32,15 +32,50 @@ deviations off, and a wrong rule moves all of them: p < 1e-6 with the few."""
 REGEXES = [r"(\[\]|\{\}){1,6}", '"[:,]{1,3}"']
 
 
-def sampled(method: str, samples: int, broken: str | None = None):
+ELSEWHERE = {
+    "DFlash-2": {"kind": "DFlash-2"},
+    "two devices, all precompiled": {
+        "environment": {
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "SKIP_JAX_PRECOMPILE": "0",
+            "VLLM_XLA_CHECK_RECOMPILATION": "1",
+        },
+        "tensor_parallel_size": 2,
+    },
+    "a JAX-native target": {"environment": {"MODEL_IMPL_TYPE": "flax_nnx"}},
+    "a JAX-native target, DFlash-2": {
+        "kind": "DFlash-2",
+        "environment": {"MODEL_IMPL_TYPE": "flax_nnx"},
+    },
+}
+"""Ways to serve the same target, as arguments of `sampled`."""
+
+
+def sampled(
+    method: str,
+    samples: int,
+    broken: str | None = None,
+    *,
+    kind: str = "trained",
+    environment: dict[str, str] | None = None,
+    **options,
+):
     """Continuations of one prompt, all settings and greedy rows in one batch.
+
+    Args:
+        method: draft_sample_method.
+        samples: of each setting.
+        broken: see `serving_engine.py`.
+        kind: of draft, see `small`.
+        environment: changes to it.
+        options: further ones of the engine.
 
     Returns:
         Those drawn, by setting, each [samples, LENGTH]; the greedy ones, [., LENGTH];
         and the engine, which, if not broken, has also answered a batch for its
         log-probabilities and one of two grammars.
     """
-    tiny = small("trained")
+    tiny = small(kind)
     arguments = engine_arguments(
         *characters(tiny.torch_target, tiny.torch_draft, SMALL_VOCAB),
         k=3,
@@ -51,6 +86,7 @@ def sampled(method: str, samples: int, broken: str | None = None):
         num_gpu_blocks_override=200,
         block_size=16,
         max_logprobs=4,  # at most the vocabulary
+        **options,
     )
     common = {"max_tokens": LENGTH, "ignore_eos": True}
     params = [common | setting for setting in SETTINGS.values()] * samples
@@ -74,7 +110,7 @@ def sampled(method: str, samples: int, broken: str | None = None):
         arguments,
         {"sampled": batch} | ({} if broken else others),
         options={"silent": True, "broken": broken},
-        **LAZY,
+        **(LAZY | (environment or {})),
     )
     outputs = np.array(engine.outputs["sampled"])[np.argsort(order)]
     greedy = outputs[samples * len(SETTINGS) :]
@@ -148,6 +184,17 @@ def test_drawn_drafts_are_accepted_more_often():
         for method in ("greedy", "probabilistic")
     }
     assert accepted["probabilistic"] > 1.05 * accepted["greedy"]
+
+
+@pytest.mark.parametrize("way", ELSEWHERE)
+def test_drawn_drafts_elsewhere(way):
+    """Another kind of draft, of device mesh, or of target: the same distribution."""
+    drawn, greedy, engine = sampled("probabilistic", FEW, **ELSEWHERE[way])
+    assert min(served_p_value(drawn, name) for name in SETTINGS) > 1e-3
+    assert engine.metrics["sampled"][ACCEPTED] > FEW  # drafts do stand
+    assert (greedy == greedy_text()).all()
+    assert logprobs_error(engine) < 1e-4
+    assert structured_are_valid(engine)
 
 
 def test_a_wrong_rule_is_noticed():

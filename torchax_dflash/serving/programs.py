@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,18 +69,9 @@ def draft_step(
     num_speculative_tokens: int,
 ) -> jax.Array:
     """The whole of its `propose`: the first `rows` of the batch draft."""
-    batch = anchors.shape[0]
-    context_lens = context_lens[:rows]
-    draft_token_ids = draft_tokens(
-        draft,
-        head,
-        pool,
-        anchors[:rows],
-        page_table=page_table[:rows],
-        context_lens=context_lens,
-        block_lens=jnp.where(context_lens > 0, num_speculative_tokens + 1, 0),
-        num_speculative_tokens=num_speculative_tokens,
-    )
+    batch, k = anchors.shape[0], num_speculative_tokens
+    blocks = _blocks(page_table[:rows], context_lens[:rows], k)
+    draft_token_ids = draft_tokens(draft, head, pool, anchors[:rows], **blocks)
     return jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
 
 
@@ -100,17 +92,9 @@ def draft_drawn_step(
 ) -> tuple[jax.Array, jax.Array]:
     """As `draft_step`, but drawn, and q written into `draft_probs`."""
     batch, rows = anchors.shape[0], settings.seed.shape[0]
-    context_lens = context_lens[:rows]
+    blocks = _blocks(page_table[:rows], context_lens[:rows], num_speculative_tokens)
     draft_token_ids, probs = draw_draft_tokens(
-        draft,
-        head,
-        pool,
-        anchors[:rows],
-        sampling=settings,
-        page_table=page_table[:rows],
-        context_lens=context_lens,
-        block_lens=jnp.where(context_lens > 0, num_speculative_tokens + 1, 0),
-        num_speculative_tokens=num_speculative_tokens,
+        draft, head, pool, anchors[:rows], sampling=settings, **blocks
     )
     probs = probs[..., : head.vocab_size]
     draft_token_ids = jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
@@ -119,3 +103,13 @@ def draft_drawn_step(
     return draft_token_ids, jax.lax.with_sharding_constraint(
         draft_probs.at[:rows].set(probs), replicated
     )
+
+
+def _blocks(page_table: jax.Array, context_lens: jax.Array, k: int) -> dict[str, Any]:
+    """Of both ways to draft; a row without context (no request) has no block."""
+    return {
+        "page_table": page_table,
+        "context_lens": context_lens,
+        "block_lens": jnp.where(context_lens > 0, k + 1, 0),
+        "num_speculative_tokens": k,
+    }

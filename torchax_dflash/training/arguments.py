@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from torchax_dflash.demo import DEMO_TARGET
 from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
+from torchax_dflash.training.mesh import make_mesh
 from torchax_dflash.training.questions import SETS
 from torchax_dflash.training.recipe import PRESETS, Recipe
 
@@ -35,6 +37,27 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     _add_export(steps)
     _add_evaluate(steps)
     return parser.parse_args(argv)
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The preset, with what the command line changes."""
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(Recipe)
+        if getattr(arguments, field.name) is not None
+    }
+    return dataclasses.replace(PRESETS[arguments.preset], **given)
+
+
+def mesh_of(shape: tuple[int, ...] | None) -> Mesh | None:
+    """The mesh asked for; None for a single device."""
+    shape = shape or (jax.device_count(), 1)
+    if len(shape) != 2:
+        raise ValueError(
+            f"--mesh: expected two numbers, like 4,2, got {shape}. The first is how "
+            "many devices share a batch, the second how many share the weights."
+        )
+    return None if shape == (1, 1) else make_mesh(*shape)
 
 
 def _new_step(steps: Any, name: str, what: str) -> Callable[..., Any]:

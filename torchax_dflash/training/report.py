@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from rich.table import Table
 
 from torchax_dflash.draft_model import DraftModel
 from torchax_dflash.training import checkpoint
@@ -49,6 +50,16 @@ class Subject:
         if not self.temperature:
             return "greedy"
         return f"temperature {self.temperature}, {self.draft_sample_method} drafts"
+
+
+def table(found: dict[str, Acceptance]) -> Table:
+    """For a terminal: a line a set."""
+    lines = Table("set", "tau", "accepted at 1, 2, …", "prompts", "tokens")
+    for name, acceptance in found.items():
+        shares = " ".join(f"{share:.0%}" for share in acceptance.accepted)
+        counts = (str(acceptance.prompts), str(acceptance.tokens))
+        lines.add_row(name, f"{acceptance.tau:.2f}", shares, *counts)
+    return lines
 
 
 def write(folder: Path, found: dict[str, Acceptance], subject: Subject) -> None:
