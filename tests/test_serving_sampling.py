@@ -112,6 +112,7 @@ def sampled(
         options={"silent": True, "broken": broken},
         **(LAZY | (environment or {})),
     )
+    assert engine.errors["sampled"] is None
     outputs = np.array(engine.outputs["sampled"])[np.argsort(order)]
     greedy = outputs[samples * len(SETTINGS) :]
     drawn = {

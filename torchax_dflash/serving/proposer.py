@@ -185,6 +185,8 @@ class TorchaxDFlashProposer(DFlashProposer):
         """Compiles both programs for every padded number of tokens; stores nothing."""
         runner, hidden = self.runner, self.draft.config.hidden_size
         requests = runner.max_num_reqs
+        # of a row: those of max_model_len, but at least K + 1
+        pages = runner.input_batch.block_table[0].max_num_blocks_per_req
         replicated = NamedSharding(self.mesh, PartitionSpec())
         by_row = NamedSharding(self.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
         states = NamedSharding(
@@ -197,7 +199,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         for tokens in runner.num_tokens_paddings:
             metadata = AttentionMetadata(
                 input_positions=integers(tokens),
-                block_tables=integers(requests * runner.max_num_blocks_per_req),
+                block_tables=integers(requests * pages),
                 seq_lens=integers(requests),
                 query_start_loc=integers(requests + 1),
                 request_distribution=integers(3),
