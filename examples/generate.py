@@ -20,16 +20,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.bar import Bar
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
+from terminal import collect, notes, progress_bar, show_report, warm_up
 from transformers import AutoTokenizer
 
 from torchax_dflash import (
@@ -37,7 +33,6 @@ from torchax_dflash import (
     GenerationOutput,
     Generator,
     SamplingParams,
-    StreamEvent,
     TargetModel,
 )
 from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
@@ -48,9 +43,6 @@ from torchax_dflash.weights import find_checkpoint
 DEMO_DRAFT = Path(__file__).parent / "smollm2-135m-dflash"
 DEMO_PROMPT = "Write a Python function that returns the n-th Fibonacci number."
 MAX_BATCH = 8
-
-screen = Console(highlight=False)
-notes = Console(stderr=True, highlight=False)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -226,50 +218,6 @@ def render(tokenizer: Any, prompt: str, chat: bool | None) -> list[int]:
     return chat_token_ids(tokenizer, prompt)
 
 
-def progress_bar() -> Progress:
-    """A transient line on stderr."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=notes, transient=True)
-
-
-def warm_up(generator: Generator, what: str) -> None:
-    """Compiles with progress; from the second start on, from the cache."""
-    with progress_bar() as progress:
-        task = progress.add_task(what, total=None)
-
-        def on_program(done: int, total: int) -> None:
-            progress.update(task, description=f"{what} (program {done}/{total})")
-
-        generator.warm_up(on_program)
-
-
-def collect(
-    events: Iterator[StreamEvent], prompts: list[list[int]], *, show: bool
-) -> tuple[list[GenerationOutput], bool]:
-    """Outputs, and whether Ctrl-C cut them short. One prompt streams to the screen."""
-    outputs = [GenerationOutput(prompt_token_ids=prompt) for prompt in prompts]
-    texts = [Text() for _ in prompts]
-    stream = show and len(prompts) == 1
-    interrupted = False
-    try:
-        for event in events:
-            outputs[event.index] = event.output
-            for segment, from_draft in event.segments:
-                style = "green" if from_draft else ""
-                texts[event.index].append(segment, style)
-                if stream:
-                    screen.print(Text(segment, style), end="", soft_wrap=True)
-    except KeyboardInterrupt:
-        interrupted = True
-    if stream:
-        screen.print()
-    elif show:
-        for index, text in enumerate(texts, start=1):
-            screen.print(f"[bold]answer {index}[/bold]")
-            screen.print(text)
-    return outputs, interrupted
-
-
 def comparison(
     outputs: list[GenerationOutput],
     baseline: list[GenerationOutput],
@@ -301,40 +249,6 @@ def as_json(outputs: list[GenerationOutput], report: dict[str, Any]) -> dict[str
         for output in outputs
     ]
     return answers[0] | report if len(answers) == 1 else {"outputs": answers} | report
-
-
-def show_report(
-    outputs: list[GenerationOutput], report: dict[str, Any], num_speculative_tokens: int
-) -> None:
-    """A short table, and how often the draft at each position was accepted."""
-    lengths = [length for output in outputs for length in output.acceptance_lengths]
-    tokens = sum(len(output.token_ids) for output in outputs)
-    drafted = sum(sum(output.from_draft) for output in outputs)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("tokens", f"{tokens}, {drafted} of them accepted drafts")
-    if lengths:
-        mean = sum(lengths) / len(lengths)
-        table.add_row("mean acceptance length", f"{mean:.2f} tokens a target pass")
-    table.add_row("decoding", f"{report['decode_tokens_per_second']:.1f} tokens/s")
-    if "baseline_tokens_per_second" in report:
-        plain = f"{report['baseline_tokens_per_second']:.1f} tokens/s"
-        table.add_row("plain decoding", plain)
-        if report["speedup"]:
-            table.add_row("speed-up", f"{report['speedup']:.2f}x")
-    if "identical" in report:
-        table.add_row("same tokens", "yes" if report["identical"] else "[red]no[/red]")
-    if report["recompilations"]:
-        table.add_row("recompilations", f"[red]{report['recompilations']}[/red]")
-    notes.print()
-    notes.print(table)
-    if not lengths:
-        return
-    bars = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for position in range(1, num_speculative_tokens + 1):
-        rate = sum(length > position for length in lengths) / len(lengths)
-        bar = Bar(1, 0, rate, width=30, color="green")
-        bars.add_row(f"draft {position} accepted", f"{rate:4.0%}", bar)
-    notes.print(bars)
 
 
 if __name__ == "__main__":
