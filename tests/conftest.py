@@ -210,6 +210,22 @@ def pair(family: str, tied: bool, kind: str = "DFlash") -> SimpleNamespace:
     )
 
 
+@functools.cache
+def memorised_pair() -> tuple[SimpleNamespace, list[list[int]]]:
+    """A draft that knows four texts of its target by heart, and their prompts."""
+    tiny = pair("llama", False)
+    ids = continuations(tiny.torch_target)[[0, 7, 13, 40]]
+    torch_draft = make_torch_draft(seed=5)
+    train_draft(torch_draft, tiny.torch_target, ids, steps=1500)
+    known = SimpleNamespace(
+        torch_target=tiny.torch_target,
+        torch_draft=torch_draft,
+        target=tiny.target,
+        draft=DraftModel.from_torch(torch_draft),
+    )
+    return known, ids[:, :3].tolist()
+
+
 @pytest.fixture(params=["llama-tied", "llama-untied", "qwen3-tied", "qwen3-untied"])
 def any_pair(request):
     family, head = request.param.split("-")

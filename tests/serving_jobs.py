@@ -15,20 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import (
-    BLOCK,
-    VOCAB,
-    continuations,
-    make_torch_draft,
-    pair,
-    random_prompts,
-    train_draft,
-)
+from conftest import BLOCK, VOCAB, pair, random_prompts
 from dflash.model import DFlash2DraftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from torchax_dflash import DraftModel, Generator, SamplingParams
+from torchax_dflash import Generator, SamplingParams
 
 ENGINE = Path(__file__).parent / "serving_engine.py"
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
@@ -50,22 +42,6 @@ def run_engine(job: dict) -> dict:
         if not result.is_file():
             raise RuntimeError(done.stdout[-3000:] + done.stderr[-6000:])
         return json.loads(result.read_text())
-
-
-@functools.cache
-def memorised_pair() -> tuple[SimpleNamespace, list[list[int]]]:
-    """A draft that knows four texts of its target by heart, and their prompts."""
-    tiny = pair("llama", False)
-    ids = continuations(tiny.torch_target)[[0, 7, 13, 40]]
-    torch_draft = make_torch_draft(seed=5)
-    train_draft(torch_draft, tiny.torch_target, ids, steps=1500)
-    known = SimpleNamespace(
-        torch_target=tiny.torch_target,
-        torch_draft=torch_draft,
-        target=tiny.target,
-        draft=DraftModel.from_torch(torch_draft),
-    )
-    return known, ids[:, :3].tolist()
 
 
 def save_pair(tiny: SimpleNamespace) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import functools
 import itertools
 
 import pytest
-from conftest import BLOCK, pair, random_prompts
+from conftest import BLOCK, memorised_pair, pair, random_prompts
 from serving_jobs import (
     ACCEPTED,
     DRAFTED,
@@ -18,7 +18,6 @@ from serving_jobs import (
     batches,
     check_drafts,
     engine_arguments,
-    memorised_pair,
     offline,
     run_batches,
     save_pair,
