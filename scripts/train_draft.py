@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a DFlash draft for a target model.
 
-Four steps; each goes on where it was interrupted, shows its progress, and logs JSON
-lines. Without arguments they work on the demo pair (SmolLM2-135M-Instruct and the draft
-in examples/):
+Four steps, each with progress; `generate` and `train` go on where they were interrupted
+and log JSON lines. Without arguments they work on the demo pair (SmolLM2-135M-Instruct
+and the draft in examples/):
 
   generate   ask the target thousands of questions and keep its answers
   train      train a draft on them, from an older draft or from the target's last layers
@@ -50,7 +50,12 @@ from torchax_dflash import DraftModel, Generator, TargetModel
 from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
 from torchax_dflash.training import report
 from torchax_dflash.training.answers import AnswerProgress, answer
-from torchax_dflash.training.arguments import mesh_of, parse_arguments, recipe_of
+from torchax_dflash.training.arguments import (
+    check_generate,
+    mesh_of,
+    parse_arguments,
+    recipe_of,
+)
 from torchax_dflash.training.batches import Batches
 from torchax_dflash.training.evaluation import Acceptance, measure
 from torchax_dflash.training.export import export
@@ -84,13 +89,19 @@ def main(argv: list[str] | None = None) -> int:
         notes.print(message, soft_wrap=True)  # so that paths can be copied
         return 2
     except KeyboardInterrupt:
-        notes.print("interrupted; the same command goes on from here")
+        keeps = arguments.command in ("generate", "train")
+        goes_on = "; the same command goes on from here" if keeps else ""
+        notes.print("interrupted" + goes_on)
         return 130
     return 0
 
 
 def generate(arguments: argparse.Namespace) -> None:
     """Answers prompts, reads texts, and stores features if wanted."""
+    check_generate(arguments)
+    layer_ids = arguments.target_layer_ids
+    if arguments.store_features and not layer_ids:
+        layer_ids = demo_layer_ids(arguments)
     folder, place = locate(arguments)
     hash_of_target = fingerprint(folder)
     store = SequenceStore(place / "data", hash_of_target)
@@ -121,7 +132,7 @@ def generate(arguments: argparse.Namespace) -> None:
                 if progress.answers % 100 == 0:
                     log(dataclasses.asdict(progress))
 
-            answer(
+            progress = answer(
                 generator,
                 islice(prompts, arguments.num_prompts),
                 store,
@@ -131,8 +142,12 @@ def generate(arguments: argparse.Namespace) -> None:
                 refuse=refuse,
                 on_answer=on_answer,
             )
+        notes.print(
+            f"{progress.answers} answers, {progress.tokens} tokens; "
+            f"{progress.left_out} prompts left out (too long for --max-model-len, or "
+            "too close to a question of the evaluation)"
+        )
     if arguments.store_features:
-        layer_ids = arguments.target_layer_ids or demo_layer_ids(arguments)
         features = FeatureStore(store.folder / "features", hash_of_target, layer_ids)
         with ProgressBar("Features") as (_, update):
             features.add(target, list(store), layer_ids, update)
@@ -142,11 +157,6 @@ def prompts_of(
     arguments: argparse.Namespace, generator: Generator, store: SequenceStore
 ) -> Iterable[TrainingPrompt]:
     """The prompts asked for: of files, the target's own, or the built-in mix."""
-    if arguments.prompts and arguments.self_prompts:
-        raise ValueError(
-            "--self-prompts: expected no --prompts beside it, got both. Choose one; "
-            "a second call with the other adds to the same answers."
-        )
     if arguments.prompts:
         return read_prompts(arguments.prompts)
     if not arguments.self_prompts:
@@ -190,8 +200,12 @@ def train(arguments: argparse.Namespace) -> None:
     stored = (
         FeatureStore(features, hash_of_target, layer_ids) if features.is_dir() else None
     )
-    if stored is not None:
-        sequences = sequences[: len(stored)]
+    if stored is not None and len(stored) < len(sequences):
+        raise ValueError(
+            f"{features}: expected features of all {len(sequences)} sequences, got "
+            f"those of {len(stored)}. Run `train_draft.py generate --num-prompts 0 "
+            "--store-features`, or remove the folder to make them while training."
+        )
     batches = Batches(
         sequences, recipe, target=target, layer_ids=layer_ids, store=stored, mesh=mesh
     )
@@ -201,7 +215,11 @@ def train(arguments: argparse.Namespace) -> None:
         recipe=recipe,
         frozen=frozen,
         batches=batches,
-        about={"target": hash_of_target, "init": str(init)},
+        about={
+            "target": hash_of_target,
+            "init": str(init),
+            "sequences": len(sequences),
+        },
         cadence=Cadence(
             checkpoint=arguments.checkpoint_every, held_out=arguments.held_out_every
         ),
@@ -244,9 +262,15 @@ def export_again(arguments: argparse.Namespace) -> None:
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measures acceptance and writes the report."""
     folder, place = locate(arguments)
+    run = arguments.run
+    if run is not None:
+        run = run if run.is_dir() else place / run  # a folder, or a run's name
+        report.read_log(run)  # complains before the long work
     draft_folder = find_checkpoint(arguments.draft or DEMO_DRAFT)
-    draft = DraftModel.from_pretrained(draft_folder, dtype=arguments.dtype)
-    target = TargetModel.from_pretrained(folder, dtype=arguments.dtype)
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = arguments.dtype or ("float32" if on_cpu else "bfloat16")
+    draft = DraftModel.from_pretrained(draft_folder, dtype=dtype)
+    target = TargetModel.from_pretrained(folder, dtype=dtype)
     generator = Generator(
         target,
         draft,
@@ -267,6 +291,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 temperature=arguments.temperature,
                 on_answer=update,
             )
+    screen.print(report.table(found))
     report.write(
         arguments.out or place / "report",
         found,
@@ -275,14 +300,13 @@ def evaluate(arguments: argparse.Namespace) -> None:
             draft_folder=draft_folder,
             target=arguments.target or DEMO_TARGET,
             target_hash=fingerprint(folder),
-            dtype=arguments.dtype,
+            dtype=dtype,
             max_tokens=arguments.max_tokens,
             temperature=arguments.temperature,
             draft_sample_method=arguments.draft_sample_method,
-            run=arguments.run,
+            run=run,
         ),
     )
-    screen.print(report.table(found))
 
 
 def locate(arguments: argparse.Namespace) -> tuple[Path, Path]:

@@ -8,7 +8,7 @@ reads their tokens; nothing else crosses between the two.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -164,8 +164,11 @@ class Generator:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamEvent]:
-        """Like `generate`, but yields what is new after each host visit."""
+    ) -> abc.Generator[StreamEvent]:
+        """Like `generate`, but yields what is new after each host visit.
+
+        Close it to end the run early.
+        """
         if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
             raise config_error(
                 "prompts",
@@ -205,7 +208,7 @@ class Generator:
                 "Generator."
             )
 
-    def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
+    def _run(self, requests: list[Request]) -> abc.Generator[StreamEvent]:
         self._refuse_while_running()  # it may have begun since `stream` was called
         self._running = True
         self.stats = RunStats()

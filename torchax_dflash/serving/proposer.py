@@ -39,7 +39,7 @@ from torchax_dflash.serving.programs import draft_drawn_step, draft_step, ingest
 
 
 class TorchaxDFlashProposer(DFlashProposer):
-    """tpu-inference's proposer interface over our two programs.
+    """tpu-inference's proposer interface over our programs.
 
     A subclass because the runner's manager asserts the class
     (`runner/speculative_decoding_manager.py`); nothing of the base is used.
@@ -116,12 +116,13 @@ class TorchaxDFlashProposer(DFlashProposer):
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
-        if self.drawn is not None:
-            self.drawn.allocate()
         try:
+            if self.drawn is not None:
+                self.drawn.allocate()
             self._pool = self.draft.make_pool(num_pages=num_pages, page_size=page_size)
         except jax.errors.JaxRuntimeError as error:
-            size = num_pages * self.page_bytes(page_size) / 2**30
+            drawn = self.drawn.num_bytes if self.drawn is not None else 0
+            size = (num_pages * self.page_bytes(page_size) + drawn) / 2**30
             raise RuntimeError(
                 f"draft KV cache: expected room for {num_pages} pages, {size:.2f} GiB, "
                 f"got {error}. Lower gpu_memory_utilization."
@@ -182,7 +183,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         return tuple(states[layer] for layer in config.target_layer_ids)
 
     def warm_up(self) -> None:
-        """Compiles both programs for every padded number of tokens; stores nothing."""
+        """Compiles every program for every padded number of tokens; stores nothing."""
         runner, hidden = self.runner, self.draft.config.hidden_size
         requests = runner.max_num_reqs
         # of a row: those of max_model_len, but at least K + 1

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from torchax_dflash.demo import DEMO_TARGET
 from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
 from torchax_dflash.training.mesh import make_mesh
+from torchax_dflash.training.prompts import read_prompts
 from torchax_dflash.training.questions import SETS
 from torchax_dflash.training.recipe import PRESETS, Recipe
 
@@ -37,6 +38,26 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     _add_export(steps)
     _add_evaluate(steps)
     return parser.parse_args(argv)
+
+
+def check_generate(arguments: argparse.Namespace) -> None:
+    """Complains of prompts before the long work.
+
+    Raises:
+        ValueError: which option, and what it should be.
+        OSError: a file that cannot be read.
+    """
+    if arguments.num_prompts < 0:
+        raise ValueError(
+            f"--num-prompts: expected 0 or more, got {arguments.num_prompts}."
+        )
+    if arguments.prompts and arguments.self_prompts:
+        raise ValueError(
+            "--self-prompts: expected no --prompts beside it, got both. Choose one; "
+            "a second call with the other adds to the same answers."
+        )
+    if arguments.prompts:
+        list(read_prompts(arguments.prompts))
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
@@ -65,9 +86,10 @@ def _new_step(steps: Any, name: str, what: str) -> Callable[..., Any]:
     add = parser.add_argument
     add("--target", help=f"checkpoint folder or hub id (default: {DEMO_TARGET})")
     add("--folder", type=Path, help="where everything lies (default: runs/TARGET)")
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = "float32" if name == "evaluate" and on_cpu else "bfloat16"
-    add("--dtype", choices=["float32", "bfloat16"], default=dtype)
+    default, of_evaluate = "bfloat16", "float32 on a CPU, else bfloat16"
+    add("--dtype", choices=["float32", "bfloat16"],
+        default=None if name == "evaluate" else default,
+        help=f"default: {of_evaluate if name == 'evaluate' else default}")  # fmt: skip
     return add
 
 
@@ -183,7 +205,11 @@ def _add_evaluate(steps: Any) -> None:
     add("--draft-sample-method", choices=DRAFT_SAMPLE_METHODS, default="greedy",
         help="with a temperature: take the draft's likeliest tokens, or draw them "
         "(default: greedy)")  # fmt: skip
-    add("--run", type=Path, help="folder of the run that made it, for the curves")
+    add(
+        "--run",
+        type=Path,
+        help="the run that made it (its name or folder), for the curves",
+    )
 
 
 def _integers(text: str) -> tuple[int, ...]:

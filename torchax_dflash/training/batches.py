@@ -35,6 +35,7 @@ class Batches:
         held_out: indices of the others.
         sequences: all of them.
         mesh: of devices that share each batch, or None.
+        steps_per_epoch: batches that see each sequence once.
     """
 
     def __init__(
@@ -87,11 +88,7 @@ class Batches:
                 "Run `train_draft.py generate` first.",
             )
         self._epoch, self._order = -1, [[0]]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches that see each sequence once."""
-        return len(self._epoch_order(0))
+        self.steps_per_epoch = len(self._epoch_order(0))
 
     def batch(self, step: int) -> Batch:
         """The batch of one step."""

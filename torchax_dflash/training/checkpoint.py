@@ -90,7 +90,7 @@ def load(
                 name,
                 f"the interrupted run's, {saved['about'].get(name)}",
                 value,
-                "Resume with the same settings, or start anew with another --out.",
+                "Resume with the same settings, or start anew with another --run.",
             )
     tensors = load_file(place / "state.safetensors")
     wanted = _by_name(like)
@@ -101,7 +101,7 @@ def load(
             str(place),
             "weights of this draft's shapes",
             "others",
-            "Start anew with another --out.",
+            "Start anew with another --run.",
         )
     leaves = [tensors[name] for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -3,7 +3,8 @@
 
 The built-in mix needs nothing but this machine: functions of the installed Python
 packages to implement, small synthetic functions, word problems and puzzles of
-`reasoning-gym`, questions about everyday things. The same seed gives the same prompts.
+`reasoning-gym`, questions about everyday things. The same seed gives the same prompts
+as long as the same packages are installed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def read_prompts(files: list[Path]) -> Iterator[TrainingPrompt]:
     """
     count = 0
     for file in files:
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
+        for number, line in enumerate(lines_of(file), start=1):
             if line.strip():
                 count += 1
                 yield _parse(file, number, line)
@@ -74,6 +75,21 @@ def read_prompts(files: list[Path]) -> Iterator[TrainingPrompt]:
             [str(file) for file in files],
             'Write one prompt a line, or JSON lines like {"prompt": "Why?"}.',
         )
+
+
+def lines_of(file: Path) -> list[str]:
+    """Lines of a UTF-8 file; other line breaks of Unicode may stand inside of them.
+
+    Raises:
+        ValueError: it is not UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise config_error(
+            str(file), "a text in UTF-8", str(error), "Convert it or leave it out."
+        ) from error
 
 
 def _parse(file: Path, number: int, line: str) -> TrainingPrompt:

@@ -62,10 +62,12 @@ def prompts(seed: int) -> Iterator[str]:
 def _real_functions(rng: random.Random) -> Iterator[str]:
     """Functions with docstrings of the standard library and installed packages."""
     paths = sysconfig.get_paths()
-    files = sorted(Path(paths["stdlib"]).rglob("*.py"))
-    if not files or paths["purelib"] not in map(str, files[0].parents):
-        files += sorted(Path(paths["purelib"]).rglob("*.py"))
-    files = [f for f in dict.fromkeys(files) if "test" not in str(f).lower()]
+    files: list[Path] = []
+    for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
+        for file in sorted(root.rglob("*.py")):
+            if "test" not in str(file.relative_to(root)).lower():
+                files.append(file)
+    files = list(dict.fromkeys(files))
     rng.shuffle(files)
     for file in files:
         try:

@@ -8,21 +8,39 @@ goes on as a user: with the sort of questions it was tuned on. (Xu et al. 2024,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchax_dflash.config import config_error
 from torchax_dflash.generator import Generator
 from torchax_dflash.request import SamplingParams
-from torchax_dflash.training.prompts import TrainingPrompt, read_prompts
+from torchax_dflash.training.prompts import TrainingPrompt, lines_of, read_prompts
 from torchax_dflash.training.storage import cut_torn_line
 
 _MARK = "QUESTION"
-_LONGEST, _SHORTEST = 96, 4  # tokens of a question
-_TRIES = 8  # sampled for each question asked for, before giving up
+_SHORTEST, _LONGEST = 4, 96  # tokens of a question, with its end
+_TRIES = 8  # for each question wanted, before giving up
+_PORTION = 1024  # tries that the generator is given at a time
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """The part of a chat template where the user speaks.
+
+    Attributes:
+        opening: its tokens up to there.
+        stop_token_ids: what ends the turn, where that is a special token.
+        stop: what ends the turn as text, where it is none.
+    """
+
+    opening: list[int]
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 def write_prompts(
@@ -49,61 +67,69 @@ def write_prompts(
     Raises:
         ValueError: the target has no chat template, or hardly ever ends a question.
     """
-    opening = user_turn(generator.tokenizer)
-    longest = min(_LONGEST, generator.max_model_len - len(opening))
-    written = []
-    if file.is_file():
-        cut_torn_line(file)
-        lines = file.read_text(encoding="utf-8").splitlines()
-        written = [json.loads(line) for line in lines]
-    seen = {line["prompt"] for line in written}
-    first = max((line["seed"] for line in written), default=-1) + 1
-    end = first + _TRIES * number + generator.max_num_seqs
+    turn = user_turn(generator.tokenizer)
+    longest = min(_LONGEST, generator.max_model_len - len(turn.opening))
+    if longest < _SHORTEST:
+        raise config_error(
+            "--max-model-len",
+            f"at least {len(turn.opening) + _SHORTEST}, for a question",
+            generator.max_model_len,
+            "Choose a larger one.",
+        )
+    seen, first = _written(file)
+    start, end = first, first + _TRIES * number + generator.max_num_seqs
     while len(seen) < number and first < end:
-        count = max(generator.max_num_seqs, math.ceil(1.2 * (number - len(seen))))
+        wanted = math.ceil(1.2 * (number - len(seen)))
+        count = min(max(generator.max_num_seqs, wanted), _PORTION, end - first)
         params = [
             SamplingParams(
                 max_tokens=longest,
                 temperature=1.0,
                 top_p=0.9,
-                seed=_mixed(seed, first + index),
+                seed=(seed * 1_000_003 + first + index) % 2**32,
+                stop_token_ids=turn.stop_token_ids,
+                stop=turn.stop,
             )
-            for index in range(min(count, end - first))
+            for index in range(count)
         ]
-        for event in generator.stream([opening] * len(params), params):
-            output = event.output
-            if output.finish_reason != "stop" or len(output.token_ids) < _SHORTEST:
-                continue
-            text = output.text.strip()
-            if not text or text in seen or len(seen) >= number:
-                continue
-            seen.add(text)
-            line = {"prompt": text, "kind": "self", "seed": first + event.index}
-            with file.open("a", encoding="utf-8") as lines_of_file:
-                lines_of_file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            on_prompt(len(seen), number)
-        first += len(params)
+        events = generator.stream([turn.opening] * count, params)
+        with contextlib.closing(events):
+            for event in events:
+                output, text = event.output, event.output.text.strip()
+                ended = output.finish_reason == "stop"
+                if not ended or len(output.token_ids) < _SHORTEST:
+                    continue
+                if not text or text in seen:
+                    continue
+                seen.add(text)
+                line = {"prompt": text, "kind": "self", "seed": first + event.index}
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+                on_prompt(len(seen), number)
+                if len(seen) >= number:
+                    break
+        first += count
     if len(seen) < number:
         raise config_error(
             "--self-prompts",
             f"a target that writes {number} questions",
-            f"{len(seen)} in {end} tries",
+            f"{len(seen)} after {first - start} tries",
             "Give prompts with --prompts, or ask for fewer.",
         )
     return list(read_prompts([file]))[:number]
 
 
-def user_turn(tokenizer: Any) -> list[int]:
-    """The chat template's tokens, up to where the user speaks.
+def user_turn(tokenizer: Any) -> UserTurn:
+    """Where the user speaks in a tokenizer's chat template.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that hides the question.
+        ValueError: it has no chat template, or one that hides the question.
     """
     template = tokenizer.chat_template
     text = template and tokenizer.apply_chat_template(
-        [{"role": "user", "content": _MARK}], tokenize=False
+        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
     )
-    opening, found, _ = (text or "").partition(_MARK)
+    opening, found, closing = (text or "").partition(_MARK)
     if not (opening and found):
         raise config_error(
             "--self-prompts",
@@ -111,8 +137,34 @@ def user_turn(tokenizer: Any) -> list[int]:
             "no chat template" if not template else template[:80],
             "Give prompts with --prompts.",
         )
-    return tokenizer(opening, add_special_tokens=False).input_ids
+    token_ids = tokenizer(opening, add_special_tokens=False).input_ids
+    ending = tokenizer(closing.strip(), add_special_tokens=False).input_ids[:1]
+    added = tokenizer.added_tokens_decoder
+    if ending and ending[0] in added and added[ending[0]].special:
+        return UserTurn(token_ids, stop_token_ids=(ending[0],))
+    # Not its whole text: what follows the end may be up to the assistant.
+    words = closing.split()
+    return UserTurn(token_ids, stop=(words[0],) if words else ())
 
 
-def _mixed(seed: int, index: int) -> int:
-    return (seed * 1_000_003 + index) % (1 << 31)
+def _written(file: Path) -> tuple[set[str], int]:
+    """The questions of a file, and the first try that is not behind them."""
+    if not file.is_file():
+        return set(), 0
+    cut_torn_line(file)
+    seen, tried = set(), -1
+    for number, line in enumerate(lines_of(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            seen.add(fields["prompt"])
+            tried = max(tried, int(fields.get("seed", -1)))
+        except (json.JSONDecodeError, TypeError, KeyError, ValueError) as error:
+            raise config_error(
+                f"{file}:{number}",
+                'a JSON object like {"prompt": "Why?", "seed": 3}',
+                line[:80],
+                "Correct the line or remove it.",
+            ) from error
+    return seen, tried + 1

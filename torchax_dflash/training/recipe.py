@@ -143,7 +143,7 @@ class Recipe:
                     field.name,
                     f"the interrupted run's, {theirs}",
                     ours,
-                    "Resume with the same settings, or start anew with another --out "
+                    "Resume with the same settings, or start anew with another --run "
                     "(and --init for the weights).",
                 )
 

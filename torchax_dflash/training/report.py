@@ -74,7 +74,7 @@ def write(folder: Path, found: dict[str, Acceptance], subject: Subject) -> None:
         FileNotFoundError: `subject.run` holds no log.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log = _read_log(subject.run) if subject.run else []
+    log = read_log(subject.run) if subject.run else []
     recipe = _read_recipe(subject.run) if subject.run else {}
     figures = {name: acceptance.to_json() for name, acceptance in found.items()}
     content = {
@@ -106,7 +106,7 @@ def _figure(found: dict[str, Acceptance], log: list[dict[str, Any]]) -> Figure:
     left.legend()
     if rest:
         tokens = accumulate(
-            line["blocks"] * (line["block_size"] - 1) / 1e6 for line in log
+            line.get("blocks", 0) * (line["block_size"] - 1) / 1e6 for line in log
         )
         pairs = list(zip(tokens, log, strict=True))
         trained = [(at, line["tau"]) for at, line in pairs if "tau" in line]
@@ -177,13 +177,19 @@ def _num_drafts(found: dict[str, Acceptance]) -> int:
     return max((len(acceptance.accepted) for acceptance in found.values()), default=0)
 
 
-def _read_log(run: Path) -> list[dict[str, Any]]:
+def read_log(run: Path) -> list[dict[str, Any]]:
+    """A run's log, one line a step: what was done again after a kill counts once.
+
+    Raises:
+        FileNotFoundError: there is no log.
+    """
     file = run / "log.jsonl"
     if not file.is_file():
         raise FileNotFoundError(
             f"{file}: expected a run's log, found no such file. Name a run's folder."
         )
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return list({line["step"]: line for line in lines}.values())
 
 
 def _read_recipe(run: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from torchax_dflash.config import config_error
 from torchax_dflash.training import checkpoint
 from torchax_dflash.training.batches import Batches
 from torchax_dflash.training.loss import Score
@@ -44,6 +45,19 @@ class Cadence:
     held_out: int = 500
     checkpoint: int = 500
     held_out_sequences: int = 32
+
+    def __post_init__(self) -> None:
+        """Checks that every number is one.
+
+        Raises:
+            ValueError: one is below 1.
+        """
+        for name, steps in vars(self).items():
+            if steps < 1:
+                option = f"--{name.replace('_', '-')}-every"
+                raise config_error(
+                    option, "at least 1 step", steps, "A large number means never."
+                )
 
 
 @dataclass

@@ -28,7 +28,7 @@ class TokenSequence:
     """A prompt and its answer, or a text.
 
     Attributes:
-        prompt: the question without chat template; "" for a text.
+        prompt: the question without chat template; of a text, its file and part.
         kind: what sort it is, for reports.
         temperature: how the answer was drawn; 0.0 is greedy.
         num_prompt_tokens: tokens before the answer; 1 for a text.

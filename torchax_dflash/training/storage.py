@@ -52,6 +52,11 @@ def cut_torn_line(file: Path) -> None:
     """Cuts off a last line without end, as an interrupted append leaves it."""
     with file.open("rb+") as content:
         end = content.seek(0, os.SEEK_END)
+        if not end:
+            return
+        content.seek(end - 1)
+        if content.read(1) == b"\n":
+            return  # whole; another process may be appending
         while end > 0:
             start = max(0, end - (1 << 16))
             content.seek(start)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from torchax_dflash.config import config_error
 from torchax_dflash.training.sequences import SequenceStore, TokenSequence
@@ -58,7 +61,8 @@ def add_texts(
             )
         for start in range(0, len(token_ids), length):
             part = token_ids[start : start + length]
-            name = f"{file.name}:{start}"
+            digest = zlib.crc32(np.array(part, np.int32).tobytes())
+            name = f"{file.name}:{start}:{digest:08x}"
             if len(part) < _SHORTEST or name in known:
                 continue
             if refuse(tokenizer.decode(part)):
