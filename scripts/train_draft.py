@@ -57,9 +57,9 @@ from torchax_dflash.training.arguments import (
     recipe_of,
 )
 from torchax_dflash.training.batches import Batches
-from torchax_dflash.training.evaluation import Acceptance, measure
+from torchax_dflash.training.evaluation import measure
 from torchax_dflash.training.export import export
-from torchax_dflash.training.feature_store import FeatureStore
+from torchax_dflash.training.feature_store import FeatureStore, stored_features
 from torchax_dflash.training.mesh import shard_state, shard_target
 from torchax_dflash.training.progress import ProgressBar, notes
 from torchax_dflash.training.prompts import TrainingPrompt, builtin_mix, read_prompts
@@ -196,16 +196,9 @@ def train(arguments: argparse.Namespace) -> None:
         seed=recipe.seed,
     )
     layer_ids = draft.config.target_layer_ids
-    features = store.folder / "features"
-    stored = (
-        FeatureStore(features, hash_of_target, layer_ids) if features.is_dir() else None
+    stored = stored_features(
+        store.folder / "features", hash_of_target, layer_ids, len(sequences)
     )
-    if stored is not None and len(stored) < len(sequences):
-        raise ValueError(
-            f"{features}: expected features of all {len(sequences)} sequences, got "
-            f"those of {len(stored)}. Run `train_draft.py generate --num-prompts 0 "
-            "--store-features`, or remove the folder to make them while training."
-        )
     batches = Batches(
         sequences, recipe, target=target, layer_ids=layer_ids, store=stored, mesh=mesh
     )
@@ -280,13 +273,12 @@ def evaluate(arguments: argparse.Namespace) -> None:
         num_speculative_tokens=arguments.num_speculative_tokens,
         draft_sample_method=arguments.draft_sample_method,
     )
-    found: dict[str, Acceptance] = {}
+    found = {}
     for name in arguments.sets:
-        questions = evaluation_questions(name)[: arguments.num_prompts]
         with ProgressBar(name) as (_, update):
             found[name] = measure(
                 generator,
-                questions,
+                evaluation_questions(name)[: arguments.num_prompts],
                 max_tokens=arguments.max_tokens,
                 temperature=arguments.temperature,
                 on_answer=update,

@@ -147,6 +147,34 @@ class FeatureStore:
         return self.folder / f"{number:05d}.safetensors"
 
 
+def stored_features(
+    folder: Path, target: str, layer_ids: Sequence[int], count: int
+) -> FeatureStore | None:
+    """The features of a data folder, if it has any.
+
+    Args:
+        folder: `features` in the data folder.
+        target: hash of the target.
+        layer_ids: tapped layers.
+        count: sequences of the data folder.
+
+    Raises:
+        ValueError: features of another target or layers, or not of all sequences.
+    """
+    if not folder.is_dir():
+        return None
+    store = FeatureStore(folder, target, layer_ids)
+    if len(store) < count:
+        raise config_error(
+            str(folder),
+            f"features of all {count} sequences",
+            f"those of {len(store)}",
+            "Run `train_draft.py generate --num-prompts 0 --store-features`, or remove "
+            "the folder to make them while training.",
+        )
+    return store
+
+
 def _as_tensors(thoughts: list[StoredThoughts]) -> dict[str, np.ndarray]:
     return {
         "features": np.concatenate([t.features for t in thoughts]),
