@@ -153,12 +153,12 @@ def break_on_purpose(rule: str) -> None:
     """Before the engine starts: its accept rule becomes a wrong one."""
     import broken_rules
 
-    from torchax_dflash.serving import verifier
+    from torchax_dflash.serving import verification, verifier
 
     if rule == "tpu_inference":
         verifier.Verifier.install = lambda self: None
     else:
-        verifier.accept = getattr(broken_rules, rule)
+        verification.accept = getattr(broken_rules, rule)
 
 
 def sampling_params(fields: dict):

@@ -8,6 +8,7 @@
     programs.py      its programs
     drawn_drafts.py  what drafts were drawn from, until they are verified
     verifier.py      which drafts stand, in the place of tpu-inference's sampler
+    verification.py  its programs
     structured.py    the grammar's masks, one for each draft
     runner_fix.py    two faults of tpu-inference under async scheduling, mended
     head.py          the target's embedding and output head, as the draft borrows them

@@ -85,6 +85,11 @@ SEAMS = (
     ),
     Seam("tpu_inference.utils", "device_array", ("mesh",)),
     Seam(
+        "tpu_inference.spec_decode.jax.utils",
+        "extend_logits_simple",
+        ("target_logits", "bonus_logits", "mesh"),
+    ),
+    Seam(
         "tpu_inference.platforms.tpu_platform",
         "TpuPlatform.validate_request",
         ("processed_inputs", "params"),

@@ -26,11 +26,12 @@ depend on the draws of this step, and for a draft that was drawn, too.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tpu_inference.layers.common.sharding import ShardingAxisName
@@ -39,9 +40,11 @@ from tpu_inference.layers.jax.sample.rejection_sampler import (
     RejectionSampler,
 )
 from tpu_inference.runner.utils import SpecDecodeMetadata
+from tpu_inference.spec_decode.jax.utils import extend_logits_simple
+from tpu_inference.utils import device_array, to_jax_dtype
 
-from torchax_dflash.sampling import SamplingState, accept, probabilities
 from torchax_dflash.serving.proposer import TorchaxDFlashProposer
+from torchax_dflash.serving.verification import limited, only_bonus, verify
 
 
 class Verifier(RejectionSampler):
@@ -62,6 +65,7 @@ class Verifier(RejectionSampler):
         self.limits: np.ndarray | None = None
         self._q_rows: np.ndarray | None = None
         self._rows_taken: frozenset[int] = frozenset()
+        self._dummy = device_array(runner.mesh, np.zeros(2, np.int32))
         self._by_row = NamedSharding(
             runner.mesh, PartitionSpec(ShardingAxisName.ATTN_DATA)
         )
@@ -69,11 +73,11 @@ class Verifier(RejectionSampler):
             "num_speculative_tokens": drafter.num_speculative_tokens,
             "vocab_size": drafter.vocab_size,
         }
-        self._verify = jax.jit(partial(_verify, **sizes), out_shardings=self._by_row)
+        self._verify = jax.jit(partial(verify, **sizes), out_shardings=self._by_row)
         self._only_bonus = jax.jit(
-            _only_bonus, static_argnames="rows", out_shardings=self._by_row
+            only_bonus, static_argnames="rows", out_shardings=self._by_row
         )
-        self._limited = jax.jit(_limited, out_shardings=self._by_row)
+        self._limited = jax.jit(limited, out_shardings=self._by_row)
 
     def install(self) -> None:
         """Puts itself into the runner."""
@@ -81,6 +85,30 @@ class Verifier(RejectionSampler):
         runner.rejection_sampler = self
         runner._prepare_inputs = self._prepare_inputs
         runner._prepare_async_token_substitution_indices = self._note_rows_taken
+
+    def warm_up(self) -> None:
+        """Compiles what tpu-inference's own warm-up does not know.
+
+        That is ours, and the logits of log-probabilities: those are compiled there for
+        bfloat16 and one sharding only (`compilation_manager.py:1266`).
+        """
+        runner = self._runner
+        mesh, dtype = runner.mesh, to_jax_dtype(runner.dtype)
+        names = PartitionSpec(ShardingAxisName.MLP_DATA, ShardingAxisName.MLP_TENSOR)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        for rows, flat in itertools.product(
+            runner.num_reqs_paddings, runner.num_logits_paddings
+        ):
+            of_rows, of_drafts = np.zeros(rows, np.int32), np.zeros(flat, np.int32)
+            self._only_bonus(jax.device_put(of_rows, replicated), rows=flat)
+            self._limited(
+                jax.device_put(of_drafts, self._by_row),
+                jax.device_put(of_rows, self._by_row),
+                jax.device_put(of_rows),
+            )
+            for sharding in (replicated, NamedSharding(mesh, names)):
+                logits = (np.zeros((n, runner.vocab_size), dtype) for n in (flat, rows))
+                extend_logits_simple(*jax.device_put((*logits,), sharding), mesh)
 
     def _note_rows_taken(self, *args: Any) -> Any:
         """As the runner's; notes whose drafts come from the last step's tokens."""
@@ -161,13 +189,17 @@ class Verifier(RejectionSampler):
                 draft_token_ids = self._limited(
                     draft_token_ids, num_draft_tokens, jax.device_put(limits)
                 )
+            # One program, whether log-probabilities are asked for or not.
+            plain = replace(
+                sampling_metadata, logprobs=False, _cache_collision_dummy=self._dummy
+            )
             return super().__call__(
                 draft_token_ids,
                 num_draft_tokens,
                 None,
                 target_logits,
                 bonus_token_ids,
-                sampling_metadata,
+                plain,
                 key,
             )
         q_rows = np.full(rows, -1, np.int32) if q_rows is None else q_rows
@@ -185,116 +217,3 @@ class Verifier(RejectionSampler):
             None if self._drafter.drawn is None else self._drafter.drawn.probs,
             *jax.device_put((q_rows, limits)),
         )
-
-
-def _verify(
-    draft_token_ids: jax.Array,
-    num_draft_tokens: jax.Array,
-    target_logits: jax.Array,
-    bonus_token_ids: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    key: jax.Array,
-    draft_probs: jax.Array | None,
-    q_rows: jax.Array,
-    limits: jax.Array,
-    *,
-    num_speculative_tokens: int,
-    vocab_size: int,
-) -> jax.Array:
-    """`sampling.accept` on the runner's flat rows.
-
-    Args:
-        draft_token_ids: see `Verifier.__call__`, as for those up to `key`.
-        num_draft_tokens: as above.
-        target_logits: as above.
-        bonus_token_ids: as above.
-        temperature: float32 [R]; negative for greedy rows.
-        top_k: int32 [R]; 0 or less keeps all.
-        top_p: float32 [R].
-        key: of this step.
-        draft_probs: float32 [B, K, V] of the last step's rows, or None.
-        q_rows: int32 [R], rows of `draft_probs`; -1 for drafts that were not drawn.
-        limits: int32 [R], see `Verifier`.
-        num_speculative_tokens: K (static).
-        vocab_size: V without padding (static).
-    """
-    rows, flat = num_draft_tokens.shape[0], draft_token_ids.shape[0]
-    settings = SamplingState(
-        temperature=temperature,
-        top_k=jnp.maximum(top_k, 0),
-        top_p=top_p,
-        min_p=jnp.zeros_like(top_p),
-        seed=jax.random.bits(key, (rows,), jnp.uint32),
-        logprobs=jnp.zeros(rows, jnp.bool_),
-    )
-    place = jnp.arange(num_speculative_tokens)
-    starts = jnp.cumsum(num_draft_tokens) - num_draft_tokens
-    index = jnp.clip(starts[:, None] + place, 0, flat - 1)
-    drafts = draft_token_ids[index]
-    probs = probabilities(target_logits[:, :vocab_size][index], settings)
-
-    # A placeholder is no token, and behind it nothing follows from the text.
-    exists = place < jnp.minimum(num_draft_tokens, limits)[:, None]
-    exists &= (drafts >= 0) & (drafts < vocab_size)
-    num_drafts = jnp.cumprod(exists.astype(jnp.int32), axis=1).sum(axis=1)
-
-    q = jax.nn.one_hot(drafts, vocab_size)
-    if draft_probs is not None:
-        q = jnp.where((q_rows >= 0)[:, None, None], draft_probs[q_rows], q)
-
-    # The runner has drawn what follows a row's last draft.
-    last = jnp.arange(num_speculative_tokens + 1) == num_draft_tokens[:, None]
-    bonus = jax.nn.one_hot(bonus_token_ids, vocab_size)[:, None]
-    probs = jnp.pad(probs, ((0, 0), (0, 1), (0, 0)))
-    accepted = accept(
-        jnp.where(last[..., None], bonus, probs),
-        drafts,
-        num_drafts,
-        draft_probs=q,
-        settings=settings,
-        positions=jnp.zeros(rows, jnp.int32),
-    )
-    row, place, is_draft = _rows_of_drafts(num_draft_tokens, flat)
-    main = accepted.token_ids[row, jnp.minimum(place, num_speculative_tokens)]
-    stands = is_draft & (place <= accepted.num_accepted[row])
-    return jnp.concatenate(
-        [
-            jnp.where(stands, main, PLACEHOLDER_TOKEN_ID),
-            jnp.where(
-                accepted.num_accepted == num_draft_tokens,
-                bonus_token_ids,
-                PLACEHOLDER_TOKEN_ID,
-            ),
-        ]
-    )
-
-
-def _rows_of_drafts(
-    num_draft_tokens: jax.Array, flat: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of flat drafts: their rows, their places there, and whether they exist, [L]."""
-    ends = jnp.cumsum(num_draft_tokens)
-    rows = jnp.repeat(
-        jnp.arange(num_draft_tokens.shape[0]),
-        num_draft_tokens,
-        total_repeat_length=flat,
-    )
-    at = jnp.arange(flat)
-    return rows, at - (ends - num_draft_tokens)[rows], at < ends[-1]
-
-
-def _limited(
-    draft_token_ids: jax.Array, num_draft_tokens: jax.Array, limits: jax.Array
-) -> jax.Array:
-    """Drafts [L] that may not be accepted become -1, which no target chooses."""
-    rows, place, _ = _rows_of_drafts(num_draft_tokens, draft_token_ids.shape[0])
-    return jnp.where(place < limits[rows], draft_token_ids, PLACEHOLDER_TOKEN_ID)
-
-
-def _only_bonus(bonus_token_ids: jax.Array, *, rows: int) -> jax.Array:
-    """A step without drafts; the first rows say the same, for log-probabilities."""
-    padding = max(0, rows - bonus_token_ids.shape[0])
-    main = jnp.pad(bonus_token_ids, (0, padding))[:rows]
-    return jnp.concatenate([main, bonus_token_ids]).astype(jnp.int32)

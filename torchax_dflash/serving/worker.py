@@ -51,8 +51,12 @@ class DFlashWorker(CpuWorker):
         # tpu-inference warms its own shapes up; ours are others
         # (`compilation_manager.py:1311,309`).
         manager = runner.compilation_manager
-        manager._precompile_dflash_helpers = self._drafter.warm_up
+        manager._precompile_dflash_helpers = self._warm_up
         manager._precompile_structured_decoding = structured.warm_up
+
+    def _warm_up(self) -> None:
+        self._drafter.warm_up()
+        self.model_runner.rejection_sampler.warm_up()
 
     def load_model(self) -> None:
         """Loads a target that gives its hidden states.
