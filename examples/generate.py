@@ -41,7 +41,7 @@ from torchax_dflash.text import chat_token_ids
 from torchax_dflash.weights import find_checkpoint
 
 DEMO_DRAFT = Path(__file__).parent / "smollm2-135m-dflash"
-DEMO_PROMPT = "Write a Python function that returns the n-th Fibonacci number."
+DEMO_PROMPT = "Write a Python function that computes the average of a list of numbers."
 MAX_BATCH = 8
 
 

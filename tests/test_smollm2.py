@@ -104,7 +104,7 @@ def test_example_json_with_comparison(example, capsys):
     }  # fmt: skip
     assert answer["identical"] is True
     assert answer["recompilations"] == 0
-    assert "def fibonacci" in answer["text"]
+    assert "def sum_of_average" in answer["text"]
     assert sum(answer["acceptance_lengths"]) == len(answer["token_ids"]) - 1
 
 
