@@ -60,13 +60,6 @@ def answer(
     Raises:
         ValueError: the target has no chat template, or a number is out of range.
     """
-    if max_tokens >= generator.max_model_len:
-        raise config_error(
-            "--max-tokens",
-            f"less than --max-model-len, {generator.max_model_len}",
-            max_tokens,
-            "Leave room for the prompts.",
-        )
     if not 0 <= sampled_share <= 1:
         raise config_error(
             "--sampled-share", "0 to 1", sampled_share, "0 makes all answers greedy."

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from torchax_dflash.config import config_error
 from torchax_dflash.demo import DEMO_TARGET
 from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
 from torchax_dflash.training.mesh import make_mesh
@@ -41,7 +42,7 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
 
 
 def check_generate(arguments: argparse.Namespace) -> None:
-    """Complains of prompts before the long work.
+    """Complains of prompts and lengths before the long work.
 
     Raises:
         ValueError: which option, and what it should be.
@@ -50,6 +51,13 @@ def check_generate(arguments: argparse.Namespace) -> None:
     if arguments.num_prompts < 0:
         raise ValueError(
             f"--num-prompts: expected 0 or more, got {arguments.num_prompts}."
+        )
+    if arguments.num_prompts and arguments.max_tokens >= arguments.max_model_len:
+        raise config_error(
+            "--max-tokens",
+            f"less than --max-model-len, {arguments.max_model_len}",
+            arguments.max_tokens,
+            "Leave room for the prompts.",
         )
     if arguments.prompts and arguments.self_prompts:
         raise ValueError(
