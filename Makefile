@@ -20,10 +20,10 @@ test: .venv/.installed-dev  ## the tests of everything but serving
 
 test-serving: .venv-serving/.installed  ## the tests of serving, on the real vLLM
 	@$(SERVING)/python -m pytest -m vllm $(TWICE) \
-		tests/test_serving*.py tests/test_server.py tests/test_plugin.py
+		tests/serving
 
 serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pair, on this CPU
-	@target=$$($(SERVING)/python -c 'from torchax_dflash.demo import demo_target as d; print(d())') && \
+	@target=$$($(SERVING)/python -c 'from torchax_dflash.checkpoints.demo import demo_target as d; print(d())') && \
 	JAX_PLATFORMS=cpu MODEL_IMPL_TYPE=vllm \
 	SKIP_JAX_PRECOMPILE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
 	$(SERVING)/vllm serve "$$target" --served-model-name smollm2 --dtype float32 \

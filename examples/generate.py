@@ -35,10 +35,10 @@ from torchax_dflash import (
     SamplingParams,
     TargetModel,
 )
-from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
-from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
-from torchax_dflash.text import chat_token_ids
-from torchax_dflash.weights import find_checkpoint
+from torchax_dflash.checkpoints.demo import DEMO_TARGET, cache_folder, demo_target
+from torchax_dflash.checkpoints.weights import find_checkpoint
+from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
+from torchax_dflash.generation.text import chat_token_ids
 
 DEMO_DRAFT = Path(__file__).parent / "smollm2-135m-dflash"
 DEMO_PROMPT = "Write a Python function that computes the average of a list of numbers."

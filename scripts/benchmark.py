@@ -42,8 +42,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
-from torchax_dflash.demo import cache_folder, demo_target
-from torchax_dflash.target_model import forward
+from torchax_dflash.checkpoints.demo import cache_folder, demo_target
+from torchax_dflash.core.target import forward
 
 DEMO_DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-dflash"
 ROWS = (1, 2, 4, 8, 16)
@@ -142,7 +142,7 @@ def verify_variants(target: TargetModel, draft: DraftModel) -> Variants:
                     target,
                     pool,
                     jnp.zeros((1, rows), jnp.int32),
-                    page_table=jnp.array([[0, 1]]),
+                    block_table=jnp.array([[0, 1]]),
                     context_lens=jnp.array([CONTEXT]),
                     block_lens=jnp.array([rows]),
                     layer_ids=draft.config.target_layer_ids if rows > 1 else (),

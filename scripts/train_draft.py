@@ -47,30 +47,37 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from torchax_dflash import DraftModel, Generator, TargetModel
-from torchax_dflash.demo import DEMO_TARGET, cache_folder, demo_target
-from torchax_dflash.training import report
-from torchax_dflash.training.answers import AnswerProgress, answer
+from torchax_dflash.checkpoints.demo import DEMO_TARGET, cache_folder, demo_target
+from torchax_dflash.checkpoints.weights import find_checkpoint
 from torchax_dflash.training.arguments import (
     check_generate,
     mesh_of,
     parse_arguments,
     recipe_of,
 )
-from torchax_dflash.training.batches import Batches
-from torchax_dflash.training.evaluation import measure
-from torchax_dflash.training.export import export
-from torchax_dflash.training.feature_store import FeatureStore, stored_features
-from torchax_dflash.training.mesh import shard_state, shard_target
-from torchax_dflash.training.progress import ProgressBar, notes
-from torchax_dflash.training.prompts import TrainingPrompt, builtin_mix, read_prompts
-from torchax_dflash.training.prompts_self import write_prompts
-from torchax_dflash.training.questions import Overlap, evaluation_questions
-from torchax_dflash.training.run import Cadence, Run, stopping
-from torchax_dflash.training.sequences import SequenceStore, fingerprint
-from torchax_dflash.training.setup import prepare, starting_draft
-from torchax_dflash.training.texts import add_texts
-from torchax_dflash.training.trainer import trained_draft
-from torchax_dflash.weights import find_checkpoint
+from torchax_dflash.training.data.answers import AnswerProgress, answer
+from torchax_dflash.training.data.evaluation_questions import (
+    Overlap,
+    evaluation_questions,
+)
+from torchax_dflash.training.data.plain_text import add_texts
+from torchax_dflash.training.data.prompts import (
+    TrainingPrompt,
+    builtin_mix,
+    read_prompts,
+)
+from torchax_dflash.training.data.prompts_self import write_prompts
+from torchax_dflash.training.data.sequences import SequenceStore, fingerprint
+from torchax_dflash.training.model.feature_store import FeatureStore, stored_features
+from torchax_dflash.training.report import model_card as report
+from torchax_dflash.training.report.evaluation import measure
+from torchax_dflash.training.report.export import export
+from torchax_dflash.training.report.progress import ProgressBar, notes
+from torchax_dflash.training.run.batches import Batches
+from torchax_dflash.training.run.mesh import shard_state, shard_target
+from torchax_dflash.training.run.start import prepare, starting_draft
+from torchax_dflash.training.run.trainer import trained_draft
+from torchax_dflash.training.run.training_run import Cadence, Run, stopping
 
 DEMO_DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-dflash"
 

@@ -35,10 +35,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from torchax_dflash import DraftModel, TargetModel, attention, decode_state
+from torchax_dflash import DraftModel, TargetModel
+from torchax_dflash.core import attention
+from torchax_dflash.generation import state as decode_state
 
 # The environment of serving has no training packages; its tests are marked `vllm`.
-collect_ignore_glob = ["test_train*.py"] if importlib.util.find_spec("vllm") else []
+collect_ignore_glob = ["training/*"] if importlib.util.find_spec("vllm") else []
 
 # JAX's threads and PyTorch's would fight for the same cores.
 torch.set_num_threads(1)
@@ -294,7 +296,7 @@ def smollm2():
     """The demo pair, as anyone gets it: in PyTorch and in ours."""
     from transformers import AutoTokenizer
 
-    from torchax_dflash.demo import demo_target
+    from torchax_dflash.checkpoints.demo import demo_target
 
     folder = demo_target()
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

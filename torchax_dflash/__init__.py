@@ -9,12 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchax_dflash.config import DFlashConfig, TargetConfig
-    from torchax_dflash.draft_model import DraftModel
-    from torchax_dflash.generator import Generator
-    from torchax_dflash.request import GenerationOutput, SamplingParams, StreamEvent
-    from torchax_dflash.stats import RunStats
-    from torchax_dflash.target_model import TargetModel
+    from torchax_dflash.core.config import DFlashConfig, TargetConfig
+    from torchax_dflash.core.draft import DraftModel
+    from torchax_dflash.core.target import TargetModel
+    from torchax_dflash.generation.generator import Generator
+    from torchax_dflash.generation.request import (
+        GenerationOutput,
+        SamplingParams,
+        StreamEvent,
+    )
+    from torchax_dflash.generation.stats import RunStats
 
 __all__ = [
     "DFlashConfig",
@@ -29,15 +33,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "DFlashConfig": "config",
-    "DraftModel": "draft_model",
-    "GenerationOutput": "request",
-    "Generator": "generator",
-    "RunStats": "stats",
-    "SamplingParams": "request",
-    "StreamEvent": "request",
-    "TargetConfig": "config",
-    "TargetModel": "target_model",
+    "DFlashConfig": "core.config",
+    "DraftModel": "core.draft",
+    "GenerationOutput": "generation.request",
+    "Generator": "generation.generator",
+    "RunStats": "generation.stats",
+    "SamplingParams": "generation.request",
+    "StreamEvent": "generation.request",
+    "TargetConfig": "core.config",
+    "TargetModel": "core.target",
 }
 
 

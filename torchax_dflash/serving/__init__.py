@@ -37,4 +37,4 @@ def platform_plugin() -> str | None:
     for package in ("libtpu", "tpu_inference"):
         if importlib.util.find_spec(package) is None:
             return None
-    return "torchax_dflash.serving.platform.DFlashTpuPlatform"
+    return "torchax_dflash.serving.plugin.platform.DFlashTpuPlatform"

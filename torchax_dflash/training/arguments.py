@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from torchax_dflash.config import config_error
-from torchax_dflash.demo import DEMO_TARGET
-from torchax_dflash.sampling import DRAFT_SAMPLE_METHODS
-from torchax_dflash.training.mesh import make_mesh
-from torchax_dflash.training.prompts import read_prompts
-from torchax_dflash.training.questions import SETS
-from torchax_dflash.training.recipe import PRESETS, Recipe
+from torchax_dflash.checkpoints.demo import DEMO_TARGET
+from torchax_dflash.core.config import config_error
+from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
+from torchax_dflash.training.data.evaluation_questions import SETS
+from torchax_dflash.training.data.prompts import read_prompts
+from torchax_dflash.training.run.mesh import make_mesh
+from torchax_dflash.training.run.recipe import PRESETS, Recipe
 
 _LAYER_IDS = "tapped target layers, like 1,8,14,20,27"
 

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ingest + draft against the unmodified module with DynamicCache, its own cache."""
+
+import inspect
+import re
+
+import dflash.model
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from conftest import BLOCK, DFLASH2, HIDDEN, MASK_ID, make_torch_draft, pair
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchax_dflash import DraftModel
+from torchax_dflash.core.draft import draft_hidden_states, ingest
+from torchax_dflash.core.drafting import draft_tokens
+from torchax_dflash.core.kv_cache import KVPool, slot_mapping_of
+
+PAGE_SIZE, PAGES_PER_ROW = 16, 12
+
+VARIANTS = {
+    "full": {},
+    "sliding": {
+        "layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 20,
+        "use_sliding_window": True,
+    },
+    "causal": {"is_causal": True},
+    "sliding, not causal": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "use_sliding_window": True,
+        "is_causal": False,
+    },
+    "DFlash-2": {"dflash_config": DFLASH2},
+}
+
+_hidden = jax.jit(draft_hidden_states)
+
+
+def tolerance(variant: str, dtype: str) -> float:
+    """PyTorch's own bfloat16 is 0.18 from the oracle with convolutions, else 0.05."""
+    return {"float32": 1e-5, "bfloat16": 0.2 if variant == "DFlash-2" else 0.05}[dtype]
+
+
+class Ours:
+    """A batch of requests at scattered pages, unwritten rows holding garbage."""
+
+    def __init__(self, draft: DraftModel, batch: int, garbage: float = np.nan):
+        self.draft = draft
+        num_pages = batch * PAGES_PER_ROW + 3
+        pool = draft.make_pool(num_pages=num_pages, page_size=PAGE_SIZE)
+        self.pool: KVPool = jax.tree.map(lambda x: jnp.full_like(x, garbage), pool)
+        table = np.random.default_rng(0).permutation(num_pages)
+        table = table[: batch * PAGES_PER_ROW].reshape(batch, PAGES_PER_ROW)
+        self.table = jnp.array(table, jnp.int32)
+        self.lens = np.zeros(batch, np.int32)
+
+    def ingest(self, new: list[np.ndarray], garbage: float = np.nan) -> None:
+        """Adds context rows of every request, in one flat padded run."""
+        total = sum(map(len, new))
+        size = max(16, 1 << (total - 1).bit_length())
+        features = np.full((size, self.draft.config.feature_size), garbage, np.float32)
+        positions = np.zeros(size, np.int32)
+        slots = np.full(size, self.pool.num_slots, np.int32)
+        row = 0
+        for b, rows in enumerate(new):
+            span = slice(row, row + len(rows))
+            at = self.lens[b] + np.arange(len(rows), dtype=np.int32)
+            features[span], positions[span] = rows, at
+            slots[span] = slot_mapping_of(
+                self.pool, self.table[b : b + 1], at[None], np.ones((1, len(at)), bool)
+            )[0]
+            row += len(rows)
+            self.lens[b] += len(rows)
+        self.pool = ingest(
+            self.draft, self.pool, *map(jnp.array, (features, positions, slots))
+        )
+
+    def hidden(self, noise: np.ndarray) -> np.ndarray:
+        out = _hidden(
+            self.draft,
+            self.pool,
+            jnp.array(noise, self.draft.dtype),
+            block_table=self.table,
+            context_lens=jnp.array(self.lens),
+            block_lens=jnp.full(len(noise), noise.shape[1]),
+        )
+        return np.asarray(out.astype(jnp.float32))
+
+
+class Oracle:
+    """One request of the module itself, as the package's own loop calls it."""
+
+    def __init__(self, module):
+        self.module = module
+        config = type(module.config)(**module.config.to_dict())
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        self.cache = DynamicCache(config=config)
+        self.length = 0
+
+    @torch.inference_mode()
+    def hidden(self, new: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        end = self.length + len(new)
+        out = self.module(
+            target_hidden=torch.tensor(new)[None],
+            noise_embedding=torch.tensor(noise)[None],
+            position_ids=torch.arange(self.length, end + len(noise))[None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.cache.crop(end - self.cache.get_seq_length())
+        self.length = end
+        return out[0].numpy()
+
+
+def history(rng, batch: int, rounds: int, feature_size: int):
+    """Rounds of newly accepted rows: a prompt first, then 1 … BLOCK rows or none."""
+    for index in range(rounds):
+        counts = rng.integers(1, 40 if index == 0 else BLOCK + 1, batch)
+        new = [rng.standard_normal((n, feature_size), np.float32) for n in counts]
+        yield new, rng.standard_normal((batch, BLOCK, HIDDEN), np.float32)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_equal_the_module_with_dynamic_cache(variant, dtype):
+    """The oracle computes in float32; in bfloat16 it gets the same rounded numbers."""
+    atol = tolerance(variant, dtype)
+    rounded = getattr(torch, dtype)
+    module = make_torch_draft(**VARIANTS[variant]).to(rounded).to(torch.float32)
+    batch = 3
+    ours = Ours(DraftModel.from_torch(module, dtype=dtype), batch)
+    oracles = [Oracle(module) for _ in range(batch)]
+    rng = np.random.default_rng(4)
+    for new, noise in history(rng, batch, 8, ours.draft.config.feature_size):
+        new = [torch.tensor(rows).to(rounded).float().numpy() for rows in new]
+        noise = torch.tensor(noise).to(rounded).float().numpy()
+        ours.ingest(new)
+        got = ours.hidden(noise)
+        for b in range(batch):
+            want = oracles[b].hidden(new[b], noise[b])
+            np.testing.assert_allclose(got[b], want, atol=atol, rtol=0)
+
+
+@pytest.fixture
+def module():
+    return make_torch_draft(**VARIANTS["sliding"])
+
+
+def test_cached_equals_recomputed_from_scratch(module):
+    draft = DraftModel.from_torch(module)
+    cached = Ours(draft, 2)
+    rng = np.random.default_rng(5)
+    seen = [np.zeros((0, draft.config.feature_size), np.float32)] * 2
+    for new, noise in history(rng, 2, 6, draft.config.feature_size):
+        seen = [np.concatenate(rows) for rows in zip(seen, new, strict=True)]
+        cached.ingest(new)
+        fresh = Ours(draft, 2)
+        fresh.ingest(seen)
+        got, want = cached.hidden(noise), fresh.hidden(noise)
+        np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
+
+
+def test_batch_of_eight_ragged_rows_equals_eight_batches_of_one(module):
+    draft = DraftModel.from_torch(module)
+    together, alone = Ours(draft, 8), [Ours(draft, 1) for _ in range(8)]
+    rng = np.random.default_rng(6)
+    for new, noise in history(rng, 8, 3, draft.config.feature_size):
+        together.ingest(new)
+        got = together.hidden(noise)
+        for b in range(8):
+            alone[b].ingest(new[b : b + 1])
+            want = alone[b].hidden(noise[b : b + 1])[0]
+            np.testing.assert_allclose(got[b], want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e30])
+def test_padding_and_unused_pages_change_nothing(module, garbage):
+    draft = DraftModel.from_torch(module)
+    clean, dirty = Ours(draft, 2, 0.0), Ours(draft, 2, garbage)
+    rng = np.random.default_rng(7)
+    for new, noise in history(rng, 2, 3, draft.config.feature_size):
+        clean.ingest(new, 0.0)
+        dirty.ingest(new, garbage)
+        np.testing.assert_array_equal(clean.hidden(noise), dirty.hidden(noise))
+
+
+@pytest.mark.parametrize("k", [1, 2, BLOCK - 1])
+@pytest.mark.parametrize(
+    "dflash_config",
+    [
+        {},
+        {
+            "input_embedding_scale": 3.0,
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 2.0,
+        },
+    ],
+    ids=["plain", "scaled and softcapped"],
+)
+def test_draft_tokens_equal_the_modules_own(k, dflash_config):
+    tiny = pair("llama", False)
+    module = make_torch_draft(dflash_config=dflash_config)
+    draft = DraftModel.from_torch(module)
+    ours, oracle = Ours(draft, 1), Oracle(module)
+    rng = np.random.default_rng(8)
+    scale = dflash_config.get("input_embedding_scale", 1.0)
+    for new, _ in history(rng, 1, 6, draft.config.feature_size):
+        anchor = int(rng.integers(0, 32))
+        ours.ingest(new)
+        got = draft_tokens(
+            draft,
+            tiny.target,
+            ours.pool,
+            jnp.array([anchor]),
+            block_table=ours.table,
+            context_lens=jnp.array(ours.lens),
+            block_lens=jnp.array([k + 1]),
+            num_speculative_tokens=k,
+        )
+        block = torch.tensor([anchor] + [MASK_ID] * k)
+        noise = tiny.torch_target.get_input_embeddings().weight[block] * scale
+        hidden = oracle.hidden(new[0], noise.detach().numpy())
+        logits = module.compute_logits(
+            torch.tensor(hidden)[1:], tiny.torch_target.lm_head
+        )
+        assert got[0].tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_shorter_block_in_a_longer_program_equals_a_short_block(module):
+    draft = DraftModel.from_torch(module)
+    ours, oracle = Ours(draft, 1), Oracle(module)
+    rng = np.random.default_rng(9)
+    new, noise = next(history(rng, 1, 1, draft.config.feature_size))
+    ours.ingest(new)
+    noise[0, 3:] = np.nan
+    got = _hidden(
+        draft,
+        ours.pool,
+        jnp.array(noise),
+        block_table=ours.table,
+        context_lens=jnp.array(ours.lens),
+        block_lens=jnp.array([3]),
+    )
+    want = oracle.hidden(new[0], noise[0, :3])
+    np.testing.assert_allclose(got[0, :3], want, atol=1e-5, rtol=0)
+
+
+def test_ingest_compiles_to_context_projections_only(module):
+    """Nothing but the context's projections is computed over its rows."""
+    draft = DraftModel.from_torch(module)
+    pool = draft.make_pool(num_pages=8, page_size=16)
+    rows = 64
+    arguments = (
+        jnp.zeros((rows, draft.config.feature_size)),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+    )
+    text = ingest.lower(draft, pool, *arguments).compile().as_text()
+    products = re.findall(r"= f32\[(\d+),\d+\]\S* dot\(", text)
+    # fc, and K and V of each layer, over all rows …
+    layers = draft.config.num_hidden_layers
+    assert sum(int(count) >= rows for count in products) == 1 + 2 * layers
+    # … and what is left of the noise path: one row, and no queries.
+    assert all(int(count) >= rows or count == "1" for count in products)
+    assert "q_proj_weight" not in "".join(re.findall(r"dot\(.*", text))
+
+
+def test_module_is_unmodified(module):
+    """The class is the package's own, and a trace leaves nothing behind."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    draft = DraftModel.from_torch(module)
+    ours = Ours(draft, 1)
+    rng = np.random.default_rng(10)
+    new, noise = next(history(rng, 1, 1, draft.config.feature_size))
+    ours.ingest(new)
+    ours.hidden(noise)
+    built = draft.module.module
+    assert type(built) is dflash.model.DFlashDraftModel
+    installed = inspect.getsourcefile(dflash.model)
+    for submodule in built.modules():
+        assert not {"forward", "__call__"} & set(vars(submodule))
+        if type(submodule).__module__.startswith("dflash"):
+            assert inspect.getsourcefile(type(submodule)) == installed
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa
+    assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping

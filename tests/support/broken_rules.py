@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accept rules that are wrong, to see that the tests of distributions notice."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from torchax_dflash.core import sampling
+
+
+def accepts_all(probs, drafts, num_drafts, *, draft_probs, **others):
+    return sampling.accept(
+        probs, drafts, num_drafts, draft_probs=draft_probs * 1e-9, **others
+    )
+
+
+def keeps_what_was_rejected(
+    probs, drafts, num_drafts, *, draft_probs, settings, positions
+):
+    """Draws from p after a rejection, not from p - q."""
+    right = sampling.accept(
+        probs,
+        drafts,
+        num_drafts,
+        draft_probs=draft_probs,
+        settings=settings,
+        positions=positions,
+    )
+    at = right.num_accepted[:, None]
+    p = jnp.take_along_axis(probs, at[..., None], axis=1)
+    own = sampling.draw(p, settings.keys(positions, 2))
+    columns = jnp.arange(right.token_ids.shape[1])
+    return replace(right, token_ids=jnp.where(columns < at, right.token_ids, own))
+
+
+def takes_another_q(probs, drafts, num_drafts, *, draft_probs, **others):
+    sharper = draft_probs**2
+    sharper /= sharper.sum(-1, keepdims=True)
+    return sampling.accept(probs, drafts, num_drafts, draft_probs=sharper, **others)

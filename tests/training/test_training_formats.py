@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drafts training starts from and exports, and which it refuses."""
+
+import numpy as np
+import pytest
+from conftest import TARGET_LAYERS, make_torch_draft, pair
+from draft_files import own_tensors, write_speculators
+from test_bad_input import assert_four_parts
+
+from torchax_dflash import DraftModel
+from torchax_dflash.training.report.export import export
+from torchax_dflash.training.run.recipe import Recipe
+from torchax_dflash.training.run.start import prepare, starting_draft
+from torchax_dflash.training.run.trainer import start
+
+
+def start_from(folder, target):
+    return starting_draft(
+        folder,
+        folder,
+        target,
+        [],
+        num_layers=2,
+        dflash2=False,
+        block_size=4,
+        mask_token_id=None,
+        target_layer_ids=None,
+        seed=0,
+    )
+
+
+def test_starting_from_the_speculators_format(tmp_path):
+    """It does not say how many layers the target has; the export does."""
+    target = pair("llama", False).target
+    module = make_torch_draft(dflash_config={"target_layer_ids": [0, 1]})
+    write_speculators(tmp_path / "given", module, {}, num_target_layers=None)
+    draft = start_from(tmp_path / "given", target)
+    export(draft, tmp_path / "plain", dtype="float32")
+    again = DraftModel.from_pretrained(tmp_path / "plain")
+    assert again.config.num_target_layers == TARGET_LAYERS
+    for name, parameter in module.named_parameters():
+        kept = again.params[name]
+        kept = kept.T if name in again.module.linear_weights else kept
+        np.testing.assert_array_equal(kept, parameter.detach())
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_our_export_is_read_again(tmp_path, is_causal):
+    """Both formats, the same draft: taps, causality and windows included."""
+    options = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "use_sliding_window": True,
+        "is_causal": is_causal,
+    }
+    draft = DraftModel.from_torch(make_torch_draft(**options))
+    export(draft, tmp_path / "a", dtype="float32")
+    export(draft, tmp_path / "b", dtype="float32", speculators_for="someone/target")
+    for folder in ("a", "b"):
+        again = DraftModel.from_pretrained(tmp_path / folder)
+        assert again.config == draft.config
+        assert [layer.self_attn.is_causal for layer in again.module.module.layers] == [
+            layer.self_attn.is_causal for layer in draft.module.module.layers
+        ]
+        assert again.own.is_empty
+        assert all((again.params[n] == draft.params[n]).all() for n in draft.params)
+
+
+def test_an_unknown_depth_is_not_exported(tmp_path):
+    write_speculators(
+        tmp_path / "given", make_torch_draft(), {}, num_target_layers=None
+    )
+    draft = DraftModel.from_pretrained(tmp_path / "given")
+    with pytest.raises(ValueError, match="expected") as error:
+        export(draft, tmp_path / "plain")
+    assert_four_parts(error, "num_target_layers")
+
+
+@pytest.mark.parametrize("brings", [{"embedding": True}, {"head": True}])
+def test_drafts_with_their_own_embedding_or_head_are_refused(tmp_path, brings):
+    target = pair("llama", False).target
+    write_speculators(tmp_path, make_torch_draft(), own_tensors(**brings))
+    draft = DraftModel.from_pretrained(tmp_path)
+    for refused in (
+        lambda: start_from(tmp_path, target),
+        lambda: prepare(draft, target, None, Recipe()),
+        lambda: export(draft, tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match="expected") as error:
+            refused()
+        assert_four_parts(error, "draft")
+
+
+def test_quantised_drafts_are_refused(tmp_path):
+    draft = DraftModel.from_torch(make_torch_draft(), quantization="int8")
+    scale = np.ones(draft.config.feature_size, np.float32)
+    for refused in (
+        lambda: start(draft, scale, Recipe()),
+        lambda: export(draft, tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match="expected") as error:
+            refused()
+        assert_four_parts(error, "quantization")

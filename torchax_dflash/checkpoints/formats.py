@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module and config a draft's checkpoint means, and what else it brings.
+
+    format                      told by                  tapped layers
+    `dflash` package, and hub   architectures, auto_map  target_layer_ids: i is the
+    checkpoints with own code                            output of layer i
+    `speculators` library       speculators_model_type   aux_hidden_state_layer_ids: i
+                                                         is the input of layer i, so
+                                                         the output of layer i - 1
+
+The output of layer i is `hidden_states[i + 1]` of transformers. vLLM counts aux hidden
+states as `speculators` does. Of the last layer, transformers' state went through the
+final norm and vLLM's did not: drafts of the library that tap it are refused.
+
+Any of them may bring tensors beside the module's own:
+
+    embed_tokens.weight    [V, D]                 noise blocks are embedded with it
+    lm_head.weight         [draft_vocab_size, D]  drafts are read with it
+    d2t                    [draft_vocab_size]     token i of the head is i + d2t[i]
+    t2d                    bool [V]               the tokens that the head knows
+
+They are read by the names of vLLM 0.32 (`models/qwen3_dflash.py`) and speculators 0.9.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dflash.model
+import jax.numpy as jnp
+import numpy as np
+from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from torchax_dflash.checkpoints import speculators
+from torchax_dflash.checkpoints.weights import check_shape, tensors
+from torchax_dflash.core.bridge import TorchModule
+from torchax_dflash.core.config import DFlashConfig, config_error, remote_class
+from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
+
+# vLLM reads it: the mask token's embedding, instead of the target's.
+_MASK_EMBEDDING = "mask_embedding.pt"
+ARCHITECTURES = {
+    "DFlashDraftModel": dflash.model.DFlashDraftModel,
+    "DFlash2DraftModel": dflash.model.DFlash2DraftModel,
+}
+"""Classes of the `dflash` package, by the name that checkpoints give."""
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_TOKEN_OFFSETS, _KNOWN_TOKENS = "d2t", "t2d"
+# Copies of the target's weights that `speculators` compares with while it trains.
+_TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")
+EXTRA_TENSORS = frozenset(
+    {_EMBEDDING, _HEAD, _TOKEN_OFFSETS, _KNOWN_TOKENS, *_TRAINING_ONLY}
+)
+"""What a draft's checkpoint may hold beside the parameters of its module."""
+
+
+@dataclass(frozen=True)
+class DraftCheckpoint:
+    """What a checkpoint's config.json says.
+
+    Attributes:
+        module_class: to build, unmodified.
+        hf_config: what the class takes.
+        config: the same, checked.
+    """
+
+    module_class: type
+    hf_config: Any
+    config: DFlashConfig
+
+
+def read_config(folder: Path, *, trust_remote_code: bool) -> DraftCheckpoint:
+    """Tells a checkpoint's format and reads its config.
+
+    Args:
+        folder: of the checkpoint.
+        trust_remote_code: run the module that the checkpoint brings, if it does.
+
+    Raises:
+        ValueError: an unknown format or architecture, or a config that is broken.
+    """
+    raw = _read_json(folder / "config.json")
+    if speculators.is_speculators(raw):
+        hf_config = speculators.translate(raw)
+        module_class, own_code = dflash.model.DFlashDraftModel, False
+    else:
+        hf_config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+        module_class, own_code = _module_class(hf_config, folder, trust_remote_code)
+    if (scheme := raw.get("quantization_config")) is not None:
+        raise config_error(
+            "quantization_config",
+            "a draft with weights as they are",
+            scheme,
+            "Quantised checkpoints are not read: load the original, with "
+            "quantization='int8' if you like.",
+        )
+    if (folder / _MASK_EMBEDDING).exists():
+        raise config_error(
+            _MASK_EMBEDDING,
+            "no such file",
+            str(folder / _MASK_EMBEDDING),
+            "Drafts with an embedding of their own for the mask alone are not "
+            "supported: write it into embed_tokens.weight.",
+        )
+    config = DFlashConfig.from_hf(
+        hf_config, has_selector=has_selector(module_class), own_code=own_code
+    )
+    if speculators.is_speculators(raw):
+        config = speculators.complete(config, raw)
+    return DraftCheckpoint(module_class, hf_config, config)
+
+
+def has_selector(module_class: type) -> bool:
+    """Whether it is a DFlash-2 module, which chooses among candidates."""
+    return hasattr(module_class, "propose")
+
+
+def read_vocabulary(
+    built: TorchModule, folder: Path, config: DFlashConfig, dtype: jnp.dtype
+) -> OwnVocabulary:
+    """Reads the embedding and head that a checkpoint brings, if any.
+
+    Args:
+        built: the module; what it has itself is none of these.
+        folder: of the checkpoint.
+        config: the checkpoint's.
+        dtype: of embedding and head.
+
+    Raises:
+        ValueError: one is missing that the config asks for, has another shape, or
+            maps to tokens that do not exist.
+    """
+    own = EXTRA_TENSORS - {name for name, _ in built.module.named_parameters()}
+    size, known, width = config.vocab_size, config.draft_vocab_size, config.hidden_size
+    found = dict(tensors(folder, own & {_EMBEDDING, _HEAD}))
+    for name, rows in ((_EMBEDDING, size), (_HEAD, known)):
+        if name in found:
+            check_shape(name, found[name], (rows, width), folder)
+            found[name] = found[name].astype(dtype)
+    token_ids = _token_ids(folder, own, config)
+    if _HEAD not in found:
+        if known != size or (token_ids != np.arange(size)).any():
+            raise _missing(_HEAD, folder, config)
+        return OwnVocabulary(embedding=found.get(_EMBEDDING))
+    return OwnVocabulary(
+        embedding=found.get(_EMBEDDING),
+        head=found[_HEAD].T.copy(),
+        row_of_token=rows_of_tokens(token_ids, size),
+    )
+
+
+def _token_ids(folder: Path, own: frozenset[str], config: DFlashConfig) -> np.ndarray:
+    """The token of each row of the head, int [draft_vocab_size], checked."""
+    names = own & {_TOKEN_OFFSETS, _KNOWN_TOKENS}
+    found = dict(tensors(folder, names, framework="numpy"))
+    size, known = config.vocab_size, config.draft_vocab_size
+    token_ids = np.arange(known)
+    if _TOKEN_OFFSETS in found:
+        offsets = found[_TOKEN_OFFSETS]
+        check_shape(_TOKEN_OFFSETS, offsets, (known,), folder)
+        if not np.issubdtype(offsets.dtype, np.integer):
+            raise config_error(
+                f"{_TOKEN_OFFSETS} of {folder}",
+                "integers",
+                str(offsets.dtype),
+                "Export the draft again.",
+            )
+        token_ids = token_ids + offsets
+    elif known != size:
+        raise _missing(_TOKEN_OFFSETS, folder, config)
+    outside = token_ids[(token_ids < 0) | (token_ids >= size)]
+    if outside.size:
+        raise config_error(
+            f"{_TOKEN_OFFSETS} of {folder}",
+            f"i + d2t[i] from 0 to {size - 1}",
+            sorted(set(outside.tolist()))[:3],
+            "It holds offsets from the draft's ids to the target's, not the ids.",
+        )
+    if len(set(token_ids.tolist())) < known:
+        raise config_error(
+            f"{_TOKEN_OFFSETS} of {folder}",
+            f"{known} different tokens",
+            f"{len(set(token_ids.tolist()))}",
+            "It holds offsets from the draft's ids to the target's, not the ids.",
+        )
+    if _KNOWN_TOKENS in found:
+        mask = found[_KNOWN_TOKENS]
+        check_shape(_KNOWN_TOKENS, mask, (size,), folder)
+        if set(np.flatnonzero(mask).tolist()) != set(token_ids.tolist()):
+            raise config_error(
+                f"{_KNOWN_TOKENS} of {folder}",
+                f"true at the {known} tokens that d2t leads to",
+                f"{int(np.count_nonzero(mask))} others",
+                "The two mappings do not belong together.",
+            )
+    return token_ids
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise config_error(str(file), "JSON", str(error), "Fetch it again.") from error
+    if not isinstance(raw, dict):
+        raise config_error(str(file), "a mapping", raw, "Fetch it again.")
+    return raw
+
+
+def _missing(name: str, folder: Path, config: DFlashConfig) -> ValueError:
+    return config_error(
+        f"{name} of {folder}",
+        f"a tensor (draft_vocab_size is {config.draft_vocab_size}, vocab_size "
+        f"{config.vocab_size})",
+        None,
+        "A draft with a vocabulary of its own needs lm_head.weight and d2t.",
+    )
+
+
+def _module_class(
+    hf_config: Any, folder: Path, trust_remote_code: bool
+) -> tuple[type, bool]:
+    """The class to build, and whether it is the checkpoint's own code."""
+    architecture = (hf_config.architectures or [None])[0]
+    own_code = remote_class(hf_config)
+    if trust_remote_code and own_code:
+        return get_class_from_dynamic_module(own_code, str(folder)), True
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture], False
+    remedy = "Choose another draft."
+    if own_code:
+        remedy = (
+            "The checkpoint brings code of its own: read it, then load with "
+            "trust_remote_code=True."
+        )
+    raise config_error(
+        "architectures", f"one of {sorted(ARCHITECTURES)}", architecture, remedy
+    )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism of a draft: how its weights and cache lie on several devices.
+
+    q_proj, k_proj, v_proj      split by head, on the output dimension
+    o_proj                      split by head, on the input dimension
+    gate_proj, up_proj, fc      split on the output dimension
+    down_proj                   split on the input dimension
+    cache                       split by KV head
+    own head, own embedding     split by token, and on the embedding's width
+    norms, and what cannot be split evenly: whole on each device
+
+XLA adds the communication. On one device the rules change nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from torchax_dflash.core.config import DFlashConfig, TargetConfig
+from torchax_dflash.core.int8 import Int8Weight, MaybeQuantized
+
+_BY_HEAD = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_BY_OUTPUT = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc"})
+_BY_INPUT = frozenset({"o_proj", "down_proj"})
+
+
+def param_sharding(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    config: DFlashConfig | TargetConfig,
+    mesh: Mesh,
+    axis: str,
+) -> NamedSharding:
+    """Where one of a model's parameters lies.
+
+    Args:
+        name: as in the module, like "layers.0.self_attn.q_proj.weight".
+        shape: linear weights are [in, out], biases [out].
+        config: the model's.
+        mesh: the devices.
+        axis: the mesh axis to split over.
+    """
+    layer = name.split(".")[-2] if "." in name else ""
+    spec: list[str | None] = [None] * len(shape)
+    if layer in _BY_OUTPUT:
+        split = len(shape) - 1
+    elif layer in _BY_INPUT and len(shape) == 2:
+        split = 0
+    else:
+        return NamedSharding(mesh, PartitionSpec())
+    unit = config.head_dim if layer in _BY_HEAD else 1
+    if shape[split] % (unit * mesh.shape[axis]) == 0:
+        spec[split] = axis
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def shard_params(
+    params: MaybeQuantized, *, config: DFlashConfig, mesh: Mesh, axis: str
+) -> dict[str, jax.Array | Int8Weight]:
+    """A draft's params where they belong; int8 values as weights, scales as biases."""
+
+    def put(name: str, array: jax.Array) -> jax.Array:
+        place = param_sharding(name, array.shape, config=config, mesh=mesh, axis=axis)
+        return jax.device_put(array, place)
+
+    return {
+        name: jax.tree.map(partial(put, name), weight)
+        for name, weight in params.items()
+    }
+
+
+def shard_table(array: jax.Array, *, mesh: Mesh, axis: str) -> jax.Array:
+    """A draft's own embedding [V, D] or head [D, V] where it belongs; others whole."""
+    splits = array.ndim == 2 and array.shape[1] % mesh.shape[axis] == 0
+    spec = PartitionSpec(None, axis) if splits else PartitionSpec()
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def pool_sharding(*, config: DFlashConfig, mesh: Mesh, axis: str) -> NamedSharding:
+    """Where the pages [P, page_size, H, K] of every layer lie."""
+    splits = config.num_key_value_heads % mesh.shape[axis] == 0
+    return NamedSharding(mesh, PartitionSpec(None, None, axis if splits else None))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline generation: requests, the decode step, and the loop around it."""

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline generation: prompts in, texts out, with or without a draft.
+
+The host admits prompts to free rows of the batch, lets the device run a few steps, and
+reads their tokens; nothing else crosses between the two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import abc, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from torchax_dflash.core.config import config_error
+from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
+from torchax_dflash.core.target import TargetModel
+from torchax_dflash.generation import state as decode_state
+from torchax_dflash.generation import step as decoding
+from torchax_dflash.generation.prefill import CHUNK_SIZES, chunk_arguments, chunk_sizes
+from torchax_dflash.generation.request import (
+    GenerationOutput,
+    Prompt,
+    Request,
+    SamplingParams,
+    StreamEvent,
+)
+from torchax_dflash.generation.stats import RunStats, compilations
+
+
+class Generator:
+    """Generates with a target and, if one is given, a draft.
+
+    Attributes:
+        stats: of the latest run.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None = None,
+        *,
+        tokenizer: Any = None,
+        max_model_len: int = 2048,
+        max_num_seqs: int = 1,
+        num_speculative_tokens: int | None = None,
+        draft_sample_method: str = "greedy",
+        steps_per_visit: int = 8,
+    ) -> None:
+        """Allocates the caches.
+
+        Args:
+            target: the target.
+            draft: the draft, or None for plain decoding.
+            tokenizer: of transformers; needed for prompts, outputs and stops as text.
+            max_model_len: most tokens of a prompt and its output.
+            max_num_seqs: B, prompts that run at the same time.
+            num_speculative_tokens: drafts a step, 1 to block_size - 1 (the default).
+            draft_sample_method: for requests with a temperature: "greedy" proposes the
+                draft's likeliest tokens, "probabilistic" draws them, which is accepted
+                more often the higher the temperature is.
+            steps_per_visit: most decode steps before the host looks.
+
+        Raises:
+            ValueError: target, draft and numbers do not fit together.
+        """
+        for name, value in (
+            ("max_model_len", max_model_len),
+            ("max_num_seqs", max_num_seqs),
+            ("steps_per_visit", steps_per_visit),
+        ):
+            if value < 1:
+                raise config_error(name, "at least 1", value, "Raise it.")
+        if draft_sample_method not in DRAFT_SAMPLE_METHODS:
+            raise config_error(
+                "draft_sample_method",
+                " or ".join(DRAFT_SAMPLE_METHODS),
+                draft_sample_method,
+                "Choose one.",
+            )
+        if draft is None:
+            if num_speculative_tokens:
+                raise config_error(
+                    "num_speculative_tokens",
+                    "None without a draft",
+                    num_speculative_tokens,
+                    "Give a draft, or leave it out.",
+                )
+            self.num_speculative_tokens = 0
+        else:
+            draft.config.check_target(target.config)
+            if draft.dtype != target.dtype:
+                raise config_error(
+                    "dtype",
+                    f"the target's, {target.dtype}",
+                    str(draft.dtype),
+                    "Load both with the same dtype.",
+                )
+            self.num_speculative_tokens = draft.config.check_num_speculative_tokens(
+                num_speculative_tokens
+            )
+        self.target = target
+        self.draft = draft
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.draft_sample_method = draft_sample_method
+        self.steps_per_visit = steps_per_visit
+        self.stats = RunStats()
+        self._state: decode_state.DecodeState | None = self._make_state()
+        self._running = False
+
+    def warm_up(self, on_program: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every program, so that no later run compiles anything.
+
+        Args:
+            on_program: called with (programs done, programs in all), first with 0.
+        """
+        self._refuse_while_running()
+        longest = self.max_model_len - 1
+        shortest, *_ = CHUNK_SIZES
+        chunks = [n for n in CHUNK_SIZES if n == shortest or n < 2 * longest]
+        total = len(chunks) + 1
+        report = on_program or (lambda done, total: None)
+        report(0, total)
+        nothing = Request.make(
+            0,
+            [0],
+            SamplingParams(seed=0),
+            target=self.target.config,
+            tokenizer=None,
+            max_model_len=2,
+        )
+        for done, size in enumerate(chunks, start=1):
+            self._prefill(nothing, row=0, start=0, size=size, count=0, limit=0)
+            report(done, total)
+        self._decode([False] * self.max_num_seqs)
+        report(total, total)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerationOutput]:
+        """Continues each prompt (text or token ids); outputs in the same order.
+
+        Args:
+            prompts: any number.
+            params: one for all (its seed counts for the first, the next one for the
+                second, and so on), or one for each.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot be served; nothing runs.
+        """
+        outputs: dict[int, GenerationOutput] = {}
+        for event in self.stream(prompts, params):
+            outputs[event.index] = event.output
+        return [outputs[index] for index in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> abc.Generator[StreamEvent]:
+        """Like `generate`, but yields what is new after each host visit.
+
+        Close it to end the run early.
+        """
+        if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
+            raise config_error(
+                "prompts",
+                "a list of prompts, each a text or a list of token ids",
+                prompts,
+                "Put the one prompt into a list.",
+            )
+        params = params or SamplingParams()
+        if isinstance(params, SamplingParams):
+            params = params.of_each(len(prompts))
+        if len(params) != len(prompts):
+            raise config_error(
+                "params",
+                f"one, or one for each of {len(prompts)} prompts",
+                len(params),
+                "Give as many as prompts.",
+            )
+        requests = [
+            Request.make(
+                index,
+                prompt,
+                params[index],
+                target=self.target.config,
+                tokenizer=self.tokenizer,
+                max_model_len=self.max_model_len,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        self._refuse_while_running()
+        return self._run(requests)
+
+    def _refuse_while_running(self) -> None:
+        if self._running:
+            raise RuntimeError(
+                "Generator: expected one run at a time, got a second one. Finish or "
+                "close the first, give all prompts to one call, or make another "
+                "Generator."
+            )
+
+    def _run(self, requests: list[Request]) -> abc.Generator[StreamEvent]:
+        self._refuse_while_running()  # it may have begun since `stream` was called
+        self._running = True
+        self.stats = RunStats()
+        try:
+            waiting = deque(requests)
+            rows: list[Request | None] = [None] * self.max_num_seqs
+            while waiting or any(rows):
+                for row, request in enumerate(rows):
+                    if request is None and waiting:
+                        rows[row] = request = waiting.popleft()
+                        yield self._admit(row, request)
+                        if request.output.finish_reason:
+                            rows[row] = None
+                if any(rows):
+                    yield from self._visit(rows)
+        finally:
+            self._running = False
+
+    def _admit(self, row: int, request: Request) -> StreamEvent:
+        """Prefills one prompt; the last chunk gives the first token."""
+        started = time.perf_counter()
+        length = len(request.output.prompt_token_ids)
+        start, first = 0, None
+        for size in chunk_sizes(length):
+            count = min(size, length - start)
+            limit = request.limit if start + count == length else 0
+            first = self._prefill(
+                request, row=row, start=start, size=size, count=count, limit=limit
+            )
+            start += count
+        token, logprob = jax.device_get(first)
+        self.stats.prefill_seconds += time.perf_counter() - started
+        return request.add(
+            [int(token)], [float(logprob)], num_accepted=0, is_step=False
+        )
+
+    def _visit(self, rows: list[Request | None]) -> Iterator[StreamEvent]:
+        """Lets the device run some steps; one event for each request."""
+        started = time.perf_counter()
+        steps = self._decode([request is not None for request in rows])
+        self.stats.decode_seconds += time.perf_counter() - started
+        for row, request in enumerate(rows):
+            if request is None:
+                continue
+            segments: list[tuple[str, bool]] = []
+            for step in range(self.steps_per_visit):
+                count = int(steps.num_tokens[step, row])
+                if count == 0 or request.output.finish_reason:
+                    break
+                event = request.add(
+                    steps.token_ids[step, row, :count].tolist(),
+                    steps.logprobs[step, row, :count].tolist(),
+                    num_accepted=int(steps.num_accepted[step, row]),
+                    is_step=True,
+                )
+                segments += event.segments
+                self.stats.decode_tokens += request.output.acceptance_lengths[-1]
+            if not steps.num_tokens[0, row]:
+                raise RuntimeError(
+                    f"row {row} is active on the host, not on the device"
+                )
+            yield StreamEvent(request.index, segments, request.output)
+            if request.output.finish_reason:
+                rows[row] = None
+
+    def _prefill(self, request: Request, **chunk: int) -> list[jax.Array]:
+        """The token after a chunk and its log-probability, still on the device."""
+        return self._on_state(decoding.prefill, **chunk_arguments(request, **chunk))
+
+    def _decode(self, keep: list[bool]) -> Any:
+        steps = self._on_state(
+            decoding.decode,
+            keep=jax.device_put(np.array(keep)),
+            num_speculative_tokens=self.num_speculative_tokens,
+            num_steps=self.steps_per_visit,
+            draft_sample_method=self.draft_sample_method,
+        )
+        return jax.device_get(steps[0])
+
+    def _on_state(self, program: Callable[..., Any], **arguments: Any) -> Any:
+        """Runs a program on the state, and counts what it had to compile."""
+        before = compilations().count
+        # The state is donated: if the program is interrupted, it is gone.
+        state, self._state = self._state or self._make_state(), None
+        self._state, *result = program(self.target, self.draft, state, **arguments)
+        self.stats.recompilations += compilations().count - before
+        return result
+
+    def _make_state(self) -> decode_state.DecodeState:
+        return decode_state.make_state(
+            self.target,
+            self.draft,
+            batch_size=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )

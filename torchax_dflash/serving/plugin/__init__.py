@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM loads: the platform, the worker, options, and the versions they fit."""

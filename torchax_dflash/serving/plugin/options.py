@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This plugin's part of vLLM's `additional_config`, under the name "torchax_dflash".
+
+    true                             the default
+    false                            off: tpu-inference as it is
+    {"draft_quantization": "int8"}   on; the draft's linear weights are kept as int8
+
+`speculative_config.quantization` is no place for that: vLLM knows a list of methods for
+it, of which "int8" is none, and asks tpu-inference for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchax_dflash.core.config import config_error
+from torchax_dflash.core.int8 import check_quantization
+
+NAME = "torchax_dflash"
+_QUANTIZATION = "draft_quantization"
+
+
+def is_enabled(vllm_config: Any) -> bool:
+    """Whether the plugin shall do anything."""
+    return _options(vllm_config) is not False
+
+
+def draft_quantization(vllm_config: Any) -> str | None:
+    """How the draft's linear weights are kept: "int8", or None for as they are.
+
+    Raises:
+        ValueError: an option that is unknown.
+    """
+    options = _options(vllm_config)
+    if isinstance(options, bool):
+        return None
+    if not isinstance(options, Mapping) or set(options) - {_QUANTIZATION}:
+        raise config_error(
+            f"additional_config.{NAME}",
+            f"true, false or {{{_QUANTIZATION!r}: 'int8'}}",
+            options,
+            "Correct it.",
+        )
+    quantization = options.get(_QUANTIZATION)
+    check_quantization(quantization)
+    return quantization
+
+
+def _options(vllm_config: Any) -> Any:
+    return (vllm_config.additional_config or {}).get(NAME, True)

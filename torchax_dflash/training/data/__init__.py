@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts, answers and the sequences they become."""

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-distillation data: the target's own answers, by plain decoding in batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torchax_dflash.core.config import config_error
+from torchax_dflash.generation import text
+from torchax_dflash.generation.generator import Generator
+from torchax_dflash.generation.request import SamplingParams
+from torchax_dflash.training.data.prompts import TrainingPrompt
+from torchax_dflash.training.data.sequences import SequenceStore, TokenSequence
+
+_PORTION = 4096  # prompts handed to the generator at a time
+
+
+@dataclass
+class AnswerProgress:
+    """How far answering has come.
+
+    Attributes:
+        answers: finished in this run.
+        tokens: of those answers.
+        left_out: prompts that were too long or too close to evaluation questions.
+    """
+
+    answers: int = 0
+    tokens: int = 0
+    left_out: int = 0
+
+
+def answer(
+    generator: Generator,
+    prompts: Iterable[TrainingPrompt],
+    store: SequenceStore,
+    *,
+    max_tokens: int,
+    sampled_share: float,
+    temperature: float,
+    refuse: Callable[[str], bool],
+    on_answer: Callable[[AnswerProgress], None],
+) -> AnswerProgress:
+    """Asks every prompt that has no answer yet, and stores the answers as they end.
+
+    Args:
+        generator: of the target, without a draft.
+        prompts: may be endless if `on_answer` stops the run.
+        store: where answers go; a prompt it already holds is not asked again.
+        max_tokens: most tokens of an answer.
+        sampled_share: of prompts whose answers are drawn; the others are greedy.
+        temperature: of drawn answers.
+        refuse: whether a text must not be trained on.
+        on_answer: called after each answer; what it raises ends the run.
+
+    Raises:
+        ValueError: the target has no chat template, or a number is out of range.
+    """
+    if not 0 <= sampled_share <= 1:
+        raise config_error(
+            "--sampled-share", "0 to 1", sampled_share, "0 makes all answers greedy."
+        )
+
+    def params_of(prompt: TrainingPrompt) -> SamplingParams:
+        # By content, so that a prompt is treated alike whenever it is asked.
+        digest = zlib.crc32(prompt.text.encode())
+        sampled = digest % 1000 < 1000 * sampled_share
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature if sampled else 0.0,
+            seed=digest,
+        )
+
+    progress = AnswerProgress()
+    known = {sequence.prompt for sequence in store}
+    fresh = _askable(generator, prompts, known, max_tokens, refuse, progress)
+    while portion := list(islice(fresh, _PORTION)):
+        # Drawn ones last: a batch without any is faster.
+        portion.sort(key=lambda item: params_of(item[0]).temperature)
+        params = [params_of(prompt) for prompt, _ in portion]
+        stream = generator.stream([token_ids for _, token_ids in portion], params)
+        for event in stream:
+            if event.output.finish_reason is None:
+                continue
+            prompt, token_ids = portion[event.index]
+            store.append(
+                TokenSequence(
+                    prompt=prompt.text,
+                    kind=prompt.kind,
+                    temperature=params[event.index].temperature,
+                    num_prompt_tokens=len(token_ids),
+                    token_ids=[*token_ids, *event.output.token_ids],
+                )
+            )
+            progress.answers += 1
+            progress.tokens += len(event.output.token_ids)
+            on_answer(progress)
+    return progress
+
+
+def chat_token_ids(tokenizer: Any, question: str) -> list[int]:
+    """A question in the target's chat template, up to where the answer starts.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise config_error(
+            "chat_template",
+            "a target whose tokenizer has one",
+            None,
+            "Use an instruction-tuned target, or train on texts (--text).",
+        )
+    return text.chat_token_ids(tokenizer, question)
+
+
+def _askable(
+    generator: Generator,
+    prompts: Iterable[TrainingPrompt],
+    known: set[str],
+    max_tokens: int,
+    refuse: Callable[[str], bool],
+    progress: AnswerProgress,
+) -> Iterator[tuple[TrainingPrompt, list[int]]]:
+    """Prompts that are new, allowed, and leave room for a whole answer."""
+    for prompt in prompts:
+        if prompt.text in known:
+            continue
+        known.add(prompt.text)
+        token_ids = chat_token_ids(generator.tokenizer, prompt.text)
+        too_long = len(token_ids) + max_tokens > generator.max_model_len
+        if too_long or refuse(prompt.text):
+            progress.left_out += 1
+            continue
+        yield prompt, token_ids

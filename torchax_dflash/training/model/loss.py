@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of anchored blocks: the draft's words against the target's own choices.
+
+A block drafts tokens at anchor + 1 … anchor + Q - 1. What is right at anchor + j is
+what the target would say after the tokens up to anchor + j - 1, its *choice* there:
+
+    tokens    t2 [t3] t4  t5  t6      anchor 3, blocks of 4
+    choices   c2  c3  c4  c5          c3 is the target's token after t3
+    labels         .  c3  c4  c5      c3 always counts,
+    counts         .  yes t4=c3  t4=c3 and t5=c4    the others while the text goes on
+                                                    as the target would have gone on
+
+So one rule serves greedy answers (where all positions count), sampled ones, and
+ordinary text, and every label is what greedy verification will ask for. Positions are
+weighted by exp(-(j - 1) / gamma), as in the paper (arXiv 2602.06036, equation 4).
+Of DFlash-2 both are compared with the labels: the draft's own logits, and what its
+selector makes of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from torchax_dflash.core.draft import DraftModel, TargetHead, head_logits
+from torchax_dflash.training.model.anchored import anchored_hidden_states
+from torchax_dflash.training.model.selector_loss import EXCLUDED, candidate_logits
+
+_ROWS = 2048  # most rows whose logits exist at a time
+
+
+class TrainingHead(TargetHead, Protocol):
+    """A target's head that can leave tokens out."""
+
+    def project_to(self, hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
+        """Raw logits of some tokens only, [..., D] and [R] -> [..., R]."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Sequences with what the target thought of them, and where to draft.
+
+    Attributes:
+        token_ids: int32 [B, S]; padding is 0.
+        lengths: int32 [B].
+        features: [B, S, F]; padding is finite.
+        choices: int32 [B, S, C], see `Thoughts`.
+        logprobs: float32 [B, S, C].
+        anchors: int32 [B, A], positions 1 … length - 1; 0 for a block that is padding.
+    """
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    features: jax.Array
+    choices: jax.Array
+    logprobs: jax.Array
+    anchors: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Vocabulary:
+    """The part of the vocabulary that a softmax is over.
+
+    Attributes:
+        token_ids: int32 [R], what logits are made of.
+        index: int32 [V], a token's place in `token_ids`, or -1.
+        offsets: float32 [R], added to the logits: a random token stands for many.
+    """
+
+    token_ids: jax.Array
+    index: jax.Array
+    offsets: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockTargets:
+    """What drafts of a batch are compared with, for J = Q - 1 drafts of a block.
+
+    Attributes:
+        labels: int32 [B, A, J], the target's choices.
+        choices: int32 [B, A, J, C], the likeliest tokens.
+        probs: float32 [B, A, J, C] of them, summing to 1.
+        counts: bool [B, A, J], whether a position counts.
+    """
+
+    labels: jax.Array
+    choices: jax.Array
+    probs: jax.Array
+    counts: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Score:
+    """Sums over a batch.
+
+    Attributes:
+        loss: weighted sum.
+        weight: of it.
+        hits: float32 [J], blocks whose drafts up to here are all right.
+        counts: float32 [J], blocks in which this position counts.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    hits: jax.Array
+    counts: jax.Array
+
+
+def block_targets(batch: Batch, block_size: int) -> BlockTargets:
+    """Labels of every block, and which of them count."""
+    drafts = jnp.arange(1, block_size)
+    rows = batch.anchors[..., None] + drafts - 1  # whose choice is the label
+    inside = jnp.minimum(rows, batch.token_ids.shape[1] - 1)
+    sequence = jnp.arange(len(batch.token_ids))[:, None, None]
+    choices = batch.choices[sequence, inside]
+    probs = jnp.exp(batch.logprobs[sequence, inside])
+    labels = choices[..., 0]
+    exists = (rows < batch.lengths[:, None, None]) & (batch.anchors[..., None] > 0)
+    # The label at anchor + j counts if tokens anchor + 1 … anchor + j - 1 were chosen.
+    following = batch.token_ids[sequence, inside]
+    agrees = (following[..., 1:] == labels[..., :-1]) & exists[..., 1:]
+    first = jnp.ones_like(exists[..., :1])
+    agrees = jnp.concatenate([first, agrees], axis=-1).astype(jnp.int32)
+    return BlockTargets(
+        labels=labels,
+        choices=choices,
+        probs=probs / probs.sum(-1, keepdims=True),
+        counts=exists & (jnp.cumprod(agrees, axis=-1) > 0),
+    )
+
+
+def score(
+    draft: DraftModel,
+    target: TrainingHead,
+    batch: Batch,
+    vocabulary: Vocabulary | None = None,
+    *,
+    block_size: int,
+    gamma: float,
+    soft: float,
+) -> Score:
+    """Drafts every block of a batch and compares.
+
+    Args:
+        draft: the model; differentiate with respect to its params.
+        target: lends its embedding and head.
+        batch: the sequences.
+        vocabulary: what the softmax is over, or None for all tokens.
+        block_size: Q.
+        gamma: how fast positions lose weight.
+        soft: share of the loss that compares with the target's distribution over its
+            likeliest tokens (KL divergence, up to a constant) instead of its choice.
+    """
+    masks = jnp.full(
+        (*batch.anchors.shape, block_size - 1), draft.config.mask_token_id, jnp.int32
+    )
+    first = jnp.take_along_axis(batch.token_ids, batch.anchors, axis=1)
+    block = jnp.concatenate([first[..., None], masks], axis=-1)
+    noise = target.embed(block) * draft.config.input_embedding_scale
+    hidden = anchored_hidden_states(draft, batch.features, noise, batch.anchors)
+    wanted = block_targets(batch, block_size)
+    weights = jnp.exp(-jnp.arange(block_size - 1) / gamma) * wanted.counts
+    before = jnp.concatenate([first[..., None], wanted.labels[..., :-1]], axis=-1)
+    losses, right = _compare(
+        draft, target, hidden[:, :, 1:], before, wanted, vocabulary, soft
+    )
+    if vocabulary is not None:  # a label outside it cannot be learnt from
+        weights = weights * (vocabulary.index[wanted.labels] >= 0)
+    prefix = jnp.cumprod((right & wanted.counts).astype(jnp.int32), axis=-1)
+    return Score(
+        loss=(losses * weights).sum(),
+        weight=weights.sum(),
+        hits=prefix.sum((0, 1)).astype(jnp.float32),
+        counts=wanted.counts.sum((0, 1)).astype(jnp.float32),
+    )
+
+
+def _compare(
+    draft: DraftModel,
+    target: TrainingHead,
+    hidden: jax.Array,
+    before: jax.Array,
+    wanted: BlockTargets,
+    vocabulary: Vocabulary | None,
+    soft: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Losses float32 [B, A, J] and whether the draft is right; a slice at a time."""
+    head = target if vocabulary is None else _PartOfHead(target, vocabulary.token_ids)
+
+    def compare(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        hidden, before, labels, choices, probs = rows
+        logits = head_logits(draft, head, hidden).astype(jnp.float32)
+        if vocabulary is not None:
+            logits += vocabulary.offsets
+            labels, choices = vocabulary.index[labels], vocabulary.index[choices]
+            probs = jnp.where(choices >= 0, probs, 0)
+            probs /= jnp.maximum(probs.sum(-1, keepdims=True), 1e-6)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        gathered = jnp.take_along_axis(
+            logits, jnp.maximum(jnp.append(labels[:, None], choices, axis=1), 0), axis=1
+        )
+        hard_loss = total - gathered[:, 0]
+        soft_loss = total * probs.sum(-1) - (probs * gathered[:, 1:]).sum(-1)
+        losses = (1 - soft) * hard_loss + soft * soft_loss
+        if draft.config.has_selector:
+            tokens = jnp.arange(logits.shape[-1])
+            tokens = tokens if vocabulary is None else vocabulary.token_ids
+            logits = candidate_logits(draft, hidden, before, logits, tokens)
+            of_label = jnp.take_along_axis(
+                logits, jnp.maximum(labels, 0)[:, None], axis=1
+            )
+            total = jax.nn.logsumexp(logits, axis=-1)
+            missed = total - of_label[:, 0]
+            # Of labels that are no candidates the selector learns nothing.
+            losses += jnp.where(of_label[:, 0] > EXCLUDED, missed, 0)
+            gathered = of_label
+        right = gathered[:, 0] >= logits.max(-1)
+        return losses, right & (labels >= 0)
+
+    rows = (
+        hidden.reshape(-1, hidden.shape[-1]).astype(draft.dtype),
+        before.reshape(-1),
+        wanted.labels.reshape(-1),
+        wanted.choices.reshape(-1, wanted.choices.shape[-1]),
+        wanted.probs.reshape(-1, wanted.probs.shape[-1]),
+    )
+    if (count := rows[0].shape[0]) <= _ROWS:
+        losses, right = compare(rows)
+    else:
+        # Logits are the largest arrays by far: made slice by slice, and made again in
+        # the backward pass.
+        slices = -(-count // _ROWS)
+        padding = slices * _ROWS - count
+        rows = tuple(jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in rows)
+        cut = tuple(x.reshape(slices, _ROWS, *x.shape[1:]) for x in rows)
+        losses, right = jax.lax.map(jax.checkpoint(compare), cut)
+    shape = wanted.labels.shape
+    return (
+        losses.reshape(-1)[:count].reshape(shape),
+        right.reshape(-1)[:count].reshape(shape),
+    )
+
+
+@dataclass(frozen=True)
+class _PartOfHead:
+    """A head that gives logits of some tokens only."""
+
+    target: TrainingHead
+    token_ids: jax.Array
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        return self.target.embed(token_ids)
+
+    def project(self, hidden: jax.Array) -> jax.Array:
+        return self.target.project_to(hidden, self.token_ids)

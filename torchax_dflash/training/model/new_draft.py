@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft to start from: shaped after its target, with the target's last layers in it.
+
+What such a draft borrows, where shapes allow (a probe found each of these to help):
+
+    layers      the target's last ones; norms of queries and keys, which targets like
+                Llama do not have, start at the typical size of theirs
+    norm        the target's final norm
+    fc          the last tapped layer passes through, the others add a little noise
+    hidden_norm the input norm of the target layer that the first draft layer copies
+
+DFlash-2's convolutions start as if they were not there, its selector as a faint noise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dflash.model import (
+    DFlash2DraftModel,
+    DFlashDraftModel,
+    build_target_layer_ids,
+)
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, Qwen3Config
+
+from torchax_dflash.core.config import TargetConfig, config_error
+from torchax_dflash.core.draft import DraftModel
+
+_TAPS = 5  # tapped layers of a new draft, as in published ones
+# Of a new DFlash-2 draft; published ones look one place back, too.
+_CONV_KERNEL, _SELECTOR_RANK, _SELECTOR_TOP_K = 2, 64, 32
+_PREFIX = "model.layers."
+
+
+def new_draft_config(
+    target_folder: Path,
+    *,
+    num_layers: int,
+    block_size: int,
+    dflash2: bool = False,
+    mask_token_id: int | None = None,
+    target_layer_ids: tuple[int, ...] | None = None,
+) -> Qwen3Config:
+    """The transformers config of a draft for a target.
+
+    Args:
+        target_folder: the target's checkpoint.
+        num_layers: of the draft.
+        block_size: Q of a whole block.
+        dflash2: with convolutions and a candidate selector.
+        mask_token_id: a token that texts do not have; None looks for one.
+        target_layer_ids: tapped layers; None spreads five over the target.
+
+    Raises:
+        ValueError: the target lacks what a draft of this kind needs.
+    """
+    hf_config = AutoConfig.from_pretrained(target_folder, trust_remote_code=False)
+    text: Any = hf_config.get_text_config()
+    target = TargetConfig.from_hf(hf_config)
+    if target_layer_ids is None:
+        ids = build_target_layer_ids(target.num_hidden_layers, _TAPS)
+        target_layer_ids = tuple(sorted({max(0, i) for i in ids}))
+    if mask_token_id is None:
+        mask_token_id = _unused_token(target_folder, target.vocab_size)
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise config_error(
+            "--mask-token-id",
+            f"0 to {target.vocab_size - 1}",
+            mask_token_id,
+            "Choose a token that texts do not have.",
+        )
+    config = Qwen3Config(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_parameters=text.rope_parameters,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    draft_class = DFlash2DraftModel if dflash2 else DFlashDraftModel
+    config.architectures = [draft_class.__name__]
+    config.num_target_layers = target.num_hidden_layers
+    config.block_size = block_size
+    config.dflash_config = {
+        "mask_token_id": mask_token_id,
+        "target_layer_ids": list(target_layer_ids),
+    }
+    if dflash2:
+        config.dflash_config |= {
+            "conv_kernel_size": _CONV_KERNEL,
+            "conv_group_size": target.head_dim,
+            "selector_rank": _SELECTOR_RANK,
+            "selector_top_k": min(_SELECTOR_TOP_K, target.vocab_size),
+        }
+    return config
+
+
+def new_draft(
+    config: Qwen3Config,
+    target_folder: Path,
+    *,
+    feature_scale: np.ndarray,
+    query_key_sizes: np.ndarray,
+    seed: int,
+) -> DraftModel:
+    """A draft with the target's last layers.
+
+    Args:
+        config: from `new_draft_config`.
+        target_folder: the target's checkpoint.
+        feature_scale: [F], typical size of each feature.
+        query_key_sizes: [target layers, 2], typical size of the target's queries and
+            keys, for norms that it does not have.
+        seed: of the noise in fc.
+    """
+    torch.manual_seed(seed)
+    dflash2 = config.architectures == [DFlash2DraftModel.__name__]
+    draft = (DFlash2DraftModel if dflash2 else DFlashDraftModel)(config)
+    weights = _read_weights(target_folder)
+    first = config.num_target_layers - config.num_hidden_layers
+    own = draft.state_dict()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                layer = first + int(name.split(".")[1])
+                tensor.fill_(float(query_key_sizes[layer, int("k_norm" in name)]))
+        for name, tensor in own.items():
+            source = weights.get(_source_of(name, first))
+            if source is not None and source.shape == tensor.shape:
+                tensor.copy_(source)
+        for name, tensor in own.items():
+            if name.endswith("base_kernel"):  # [2, kernel, D]: the row itself
+                tensor.zero_()[:, 0] = 1
+            elif name.endswith("kernel_projection.weight"):
+                tensor.zero_()
+            elif name.endswith("codebook.weight"):
+                tensor.normal_(std=tensor.shape[1] ** -0.5)
+        scale = torch.from_numpy(feature_scale.astype(np.float32))
+        width = config.hidden_size
+        taps = len(config.dflash_config["target_layer_ids"])
+        fc = torch.randn(width, taps, width) * 0.02 / taps**0.5
+        fc[:, -1] += torch.eye(width)
+        own["fc.weight"].copy_(fc.reshape(width, -1) / scale)
+    return DraftModel.from_torch(draft)
+
+
+def _unused_token(target_folder: Path, vocab_size: int) -> int:
+    """An id that the tokenizer lacks, or its last special token without a purpose."""
+    tokenizer = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False)
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    template = str(tokenizer.chat_template or "")
+    unused = [
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+        and token_id not in tokenizer.all_special_ids
+        and token.content not in template
+    ]
+    if not unused:
+        raise config_error(
+            "--mask-token-id",
+            "a tokenizer with a special token to spare, or the id of a token that "
+            "texts do not have",
+            None,
+            "Name an id.",
+        )
+    return max(unused)
+
+
+def _source_of(name: str, first: int) -> str:
+    """The target's weight that a draft's weight starts from."""
+    if name == "norm.weight":
+        return "model.norm.weight"
+    if name == "hidden_norm.weight":
+        return f"{_PREFIX}{first}.input_layernorm.weight"
+    if not name.startswith("layers."):
+        return ""
+    _, layer, rest = name.split(".", 2)
+    return f"{_PREFIX}{first + int(layer)}.{rest}"
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DFlash-2's candidate selector learns: to choose among the likeliest tokens.
+
+Drafting, it walks along the block and knows the token that it chose before. Training,
+that token is the label before, so all places are compared at once; where that label was
+not chosen, nothing behind it would be accepted anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from torchax.interop import jax_view, torch_view
+
+from torchax_dflash.core.draft import DraftModel
+
+EXCLUDED = -1e30
+"""The logit of a token that is no candidate."""
+
+
+def candidate_logits(
+    draft: DraftModel,
+    hidden: jax.Array,
+    before: jax.Array,
+    logits: jax.Array,
+    token_ids: jax.Array,
+) -> jax.Array:
+    """The scores that the selector compares.
+
+    Args:
+        draft: DFlash-2.
+        hidden: [R, D], the module's output.
+        before: int32 [R], the token before.
+        logits: float32 [R, S], the draft's.
+        token_ids: int32 [S], which tokens these are.
+
+    Returns:
+        float32 [R, S]; `EXCLUDED` but for the candidates.
+    """
+
+    def pair_scores(module: Any) -> Any:
+        selector = module.candidate_selector
+        known = torch_view(jnp.minimum(token_ids, draft.config.vocab_size - 1))
+        states = selector.hidden_projection(torch_view(hidden))
+        states = selector.predecessor_codebook(torch_view(before)) * states
+        return states @ selector.successor_codebook(known).T
+
+    pairs = jax_view(draft.module.apply(draft.selector_params, pair_scores))
+    module: Any = draft.module.module
+    count = min(module.candidate_selector.top_k, logits.shape[-1])
+    least = jax.lax.stop_gradient(jax.lax.top_k(logits, count)[0][..., -1:])
+    return jnp.where(logits >= least, logits + pairs.astype(jnp.float32), EXCLUDED)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained draft as a checkpoint folder: for `dflash`, vLLM and ourselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from torchax_dflash.core.config import config_error
+from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.training.data.storage import save_tensors, write_atomically
+
+
+def export(
+    draft: DraftModel,
+    folder: Path,
+    *,
+    dtype: str = "bfloat16",
+    speculators_for: str | None = None,
+) -> None:
+    """Writes config.json and model.safetensors.
+
+    Args:
+        draft: in memory.
+        folder: made if need be; other files in it stay.
+        dtype: of the weights on disk.
+        speculators_for: write the `speculators` library's format instead, naming this
+            target (a hub id or a folder) as the verifier.
+
+    Raises:
+        ValueError: that format cannot hold this draft.
+        OSError: the disk is full; an older export is unharmed.
+        ValueError: the draft is quantised or has its own embedding or head, or nobody
+            knows its target's number of layers.
+    """
+    refuse_own_vocabulary(draft)
+    if draft.config.num_target_layers is None:
+        raise config_error(
+            "num_target_layers",
+            "the target's number of layers",
+            None,
+            "Add it to the draft's config.json.",
+        )
+    config = _config(draft, dtype)
+    if speculators_for is not None:
+        if draft.config.has_selector:
+            raise config_error(
+                "--speculators",
+                "a DFlashDraftModel",
+                type(draft.module.module).__name__,
+                "That format knows no candidate selector; export without it.",
+            )
+        config = _speculators_config(draft, config, speculators_for)
+    weights = dict(draft.module.module.named_parameters())
+    tensors = {
+        _published(name): np.asarray(
+            array.T if name in draft.module.linear_weights else array
+        )
+        for name, array in draft.plain_params.items()
+        if name in weights
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(
+        folder / "model.safetensors",
+        {name: array.astype(jnp.dtype(dtype)) for name, array in tensors.items()},
+    )
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _published(name: str) -> str:
+    """DFlash-2's codebooks are published without the last word."""
+    return name.removesuffix(".weight") if "codebook" in name else name
+
+
+def refuse_own_vocabulary(draft: DraftModel) -> None:
+    """Raises ValueError unless a draft borrows its target's embedding and head.
+
+    The loss compares over the target's vocabulary and trains neither, and `export`
+    writes the module's weights only.
+    """
+    if not draft.own.is_empty:
+        raise config_error(
+            "draft",
+            "one that borrows its target's embedding and head",
+            "one with its own embed_tokens.weight or lm_head.weight",
+            "Such drafts can be used, but not trained or exported.",
+        )
+
+
+def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:
+    hf_config: Any = draft.module.module.config
+    config = json.loads(hf_config.to_json_string(use_diff=True))
+    config["num_target_layers"] = draft.config.num_target_layers
+    config["architectures"] = [type(draft.module.module).__name__]
+    config["dtype"] = dtype
+    # Readers older than transformers 5 look here.
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    return {name: value for name, value in sorted(config.items()) if name[0] != "_"}
+
+
+def _speculators_config(
+    draft: DraftModel, config: dict[str, Any], target: str
+) -> dict[str, Any]:
+    """The layout that vLLM reads from `speculators` checkpoints.
+
+    Tapped layers are counted as vLLM's aux hidden states are: what enters a layer, so
+    one more than DFlash's ids.
+    """
+    block_size = draft.config.block_size
+    own = ("architectures", "block_size", "dflash_config", "num_target_layers", "dtype")
+    layers = {name: value for name, value in config.items() if name not in own}
+    # vLLM 0.32 takes "false" for causal in full layers, too: left out where it is.
+    non_causal = {"sliding_window_non_causal": True}
+    return (non_causal if layers.get("is_causal") is False else {}) | {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "dtype": config["dtype"],
+        "transformer_layer_config": layers,
+        "draft_vocab_size": draft.config.vocab_size,
+        "target_hidden_size": draft.config.hidden_size,
+        "block_size": block_size,
+        "mask_token_id": draft.config.mask_token_id,
+        "aux_hidden_state_layer_ids": [i + 1 for i in draft.config.target_layer_ids],
+        "num_target_layers": draft.config.num_target_layers,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": block_size - 1}
+            ],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+    }

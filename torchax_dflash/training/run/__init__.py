@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches, steps, checkpoints: a run from start to end."""

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From sequences to batches: which sequences, which anchors, in what order.
+
+Everything random comes from (seed, epoch) or (seed, step), so that a resumed run sees
+the very batches that it would have seen.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from torchax_dflash.core.config import config_error
+from torchax_dflash.core.target import TargetModel
+from torchax_dflash.training.data.padding import pad, padded_length
+from torchax_dflash.training.data.sequences import TokenSequence
+from torchax_dflash.training.model.feature_store import FeatureStore
+from torchax_dflash.training.model.loss import Batch
+from torchax_dflash.training.model.teacher import NUM_CHOICES, Thoughts, think
+from torchax_dflash.training.run.mesh import DATA, shard_rows
+from torchax_dflash.training.run.recipe import Recipe
+
+_HELD_OUT = 50  # one sequence of so many is never trained on
+
+
+class Batches:
+    """The batches of a run.
+
+    Attributes:
+        train: indices of sequences that are trained on.
+        held_out: indices of the others.
+        sequences: all of them.
+        mesh: of devices that share each batch, or None.
+        steps_per_epoch: batches that see each sequence once.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[TokenSequence],
+        recipe: Recipe,
+        *,
+        target: TargetModel,
+        layer_ids: tuple[int, ...],
+        store: FeatureStore | None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """Sorts the sequences.
+
+        Args:
+            sequences: of the data folder; with a store, those that it covers.
+            recipe: batch sizes and the seed.
+            target: to think again where nothing is stored.
+            layer_ids: tapped layers.
+            store: of features, or None to compute them for each batch.
+            mesh: of devices that share each batch.
+
+        Raises:
+            ValueError: there are too few sequences.
+        """
+        self.sequences, self._recipe = sequences, recipe
+        self._target, self._layer_ids, self._store = target, layer_ids, store
+        self.mesh = mesh
+        if mesh is not None and recipe.sequences % mesh.shape[DATA]:
+            raise config_error(
+                "sequences",
+                f"a multiple of the mesh's first number, {mesh.shape[DATA]}",
+                recipe.sequences,
+                "Change one of them.",
+            )
+        self.train: list[int] = []
+        self.held_out: list[int] = []
+        for index, sequence in enumerate(sequences):
+            if len(sequence.token_ids) - _first_anchor(sequence) < 2:
+                continue
+            # By content, so that it stays where it is when data are added.
+            digest = zlib.crc32(np.array(sequence.token_ids, np.int32).tobytes())
+            is_held_out = digest % _HELD_OUT == 0
+            (self.held_out if is_held_out else self.train).append(index)
+        if not self.train:
+            raise config_error(
+                "--data",
+                "sequences with answers of two tokens or more",
+                f"{len(sequences)} sequences, none of them",
+                "Run `train_draft.py generate` first.",
+            )
+        self._epoch, self._order = -1, [[0]]
+        self.steps_per_epoch = len(self._epoch_order(0))
+
+    def batch(self, step: int) -> Batch:
+        """The batch of one step."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        indices = self._epoch_order(epoch)[place]
+        rng = np.random.default_rng((self._recipe.seed, 1, step))
+        return self._make(indices, rng)
+
+    def held_out_batches(self, most: int) -> list[Batch]:
+        """The same batches each time, of up to `most` held-out sequences."""
+        rng = np.random.default_rng((self._recipe.seed, 2))
+        chosen = self._in_batches(self.held_out[:most])
+        return [self._make(indices, rng) for indices in chosen]
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """How often each token occurs in answers that are trained on, [V]."""
+        counts = np.zeros(vocab_size, np.int64)
+        for index in self.train:
+            sequence = self.sequences[index]
+            answer = sequence.token_ids[_first_anchor(sequence) :]
+            np.add.at(counts, answer, 1)
+        return counts
+
+    def _epoch_order(self, epoch: int) -> list[list[int]]:
+        if self._epoch != epoch:
+            rng = np.random.default_rng((self._recipe.seed, 0, epoch))
+            shuffled = rng.permutation(self.train).tolist()
+            batches = self._in_batches(shuffled)
+            self._order = [batches[i] for i in rng.permutation(len(batches))]
+            self._epoch = epoch
+        return self._order
+
+    def _in_batches(self, indices: list[int]) -> list[list[int]]:
+        """Groups sequences of one padded length, in the order given."""
+        batches: list[list[int]] = []
+        open_batches: dict[int, list[int]] = {}
+        for index in indices:
+            padded = padded_length(len(self.sequences[index].token_ids))
+            batch = open_batches.setdefault(padded, [])
+            batch.append(index)
+            if len(batch) == self._recipe.sequences:
+                batches.append(open_batches.pop(padded))
+        return batches + list(open_batches.values())
+
+    def _make(self, indices: list[int], rng: np.random.Generator) -> Batch:
+        rows = self._recipe.sequences
+        token_ids, lengths = pad([self.sequences[i] for i in indices], rows=rows)
+        anchors = np.zeros((rows, self._recipe.anchors), np.int32)
+        for row, index in enumerate(indices):
+            sequence = self.sequences[index]
+            possible = np.arange(_first_anchor(sequence), lengths[row])
+            count = min(len(possible), self._recipe.anchors)
+            anchors[row, :count] = np.sort(rng.choice(possible, count, replace=False))
+        thoughts = self._thoughts(indices, token_ids, lengths)
+        batch = Batch(
+            token_ids=jnp.asarray(token_ids),
+            lengths=jnp.asarray(lengths),
+            features=thoughts.features,
+            choices=thoughts.choices,
+            logprobs=thoughts.logprobs,
+            anchors=jnp.asarray(anchors),
+        )
+        return batch if self.mesh is None else shard_rows(batch, self.mesh)
+
+    def _thoughts(
+        self, indices: list[int], token_ids: np.ndarray, lengths: np.ndarray
+    ) -> Thoughts:
+        if self._store is None:
+            rows = (token_ids, lengths)
+            rows = rows if self.mesh is None else shard_rows(rows, self.mesh)
+            return think(self._target, *rows, layer_ids=self._layer_ids)
+        read = [
+            self._store.read(index, int(n))
+            for index, n in zip(indices, lengths, strict=False)
+        ]
+        shape = token_ids.shape
+        features = np.zeros((*shape, read[0].features.shape[1]), read[0].features.dtype)
+        choices = np.zeros((*shape, NUM_CHOICES), np.int32)
+        logprobs = np.zeros((*shape, NUM_CHOICES), np.float32)
+        for row, thoughts in enumerate(read):
+            n = len(thoughts.choices)
+            features[row, :n] = thoughts.features
+            choices[row, :n] = thoughts.choices
+            logprobs[row, :n] = thoughts.logprobs
+        return Thoughts(*map(jnp.asarray, (features, choices, logprobs)))
+
+
+def _first_anchor(sequence: TokenSequence) -> int:
+    """The answer's first token; position 0 has no context to draft from."""
+    return max(1, sequence.num_prompt_tokens)

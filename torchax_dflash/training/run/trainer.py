@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step of an unmodified draft: torchax, `jax.grad`, optax."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from torchax_dflash.core.bridge import Params, TorchModule
+from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.target import TargetModel
+from torchax_dflash.training.model.loss import Batch, Score, Vocabulary, score
+from torchax_dflash.training.run.recipe import Recipe
+
+FC = "fc.weight"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes; all of it is in a checkpoint.
+
+    Attributes:
+        params: the draft's weights, float32, in PyTorch's layout; fc is multiplied by
+            `feature_scale`.
+        average: their moving average, which is what is evaluated and exported.
+        optimizer: optax's state.
+        feature_scale: float32 [F], typical size of each feature; never changes.
+        step: int32 [], steps done.
+    """
+
+    params: Params
+    average: Params
+    optimizer: Any
+    feature_scale: jax.Array
+    step: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """What a step reads and never changes.
+
+    Attributes:
+        draft: the module and its buffers; `params` holds nothing else.
+        target: lends embedding and head.
+        common: int32 [R], tokens of the softmax, or None for all.
+        rare: int32 [V - R], the other tokens, or None.
+        index: int32 [V], see `Vocabulary`, or None.
+    """
+
+    draft: DraftModel
+    target: TargetModel
+    common: jax.Array | None = None
+    rare: jax.Array | None = None
+    index: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepReport:
+    """What a step tells.
+
+    Attributes:
+        score: of its batch.
+        grad_norm: before clipping.
+    """
+
+    score: Score
+    grad_norm: jax.Array
+
+
+def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
+    """Clipping, then AdamW with warm-up and cosine; norms are not decayed."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=recipe.learning_rate,
+        warmup_steps=recipe.warmup_steps,
+        decay_steps=max(recipe.steps, recipe.warmup_steps + 1),
+        end_value=recipe.learning_rate * recipe.final_learning_rate,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.clip),
+        optax.adamw(
+            schedule,
+            b2=recipe.beta2,
+            weight_decay=recipe.weight_decay,
+            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+        ),
+    )
+
+
+def start(draft: DraftModel, feature_scale: jax.Array, recipe: Recipe) -> TrainState:
+    """The state before the first step, from a draft's weights as they are."""
+    params = {
+        name: jnp.array(array.T if name in draft.module.linear_weights else array)
+        for name, array in _trainable(draft).items()
+    }
+    params = {name: array.astype(jnp.float32) for name, array in params.items()}
+    params[FC] = params[FC] * feature_scale
+    return TrainState(
+        params=params,
+        average=jax.tree.map(jnp.copy, params),
+        optimizer=optimizer_of(recipe).init(params),
+        feature_scale=feature_scale,
+        step=jnp.zeros((), jnp.int32),
+    )
+
+
+def frozen_part(draft: DraftModel) -> DraftModel:
+    """The draft without the weights that are trained; linear ones as in PyTorch.
+
+    XLA's CPU backend multiplies bfloat16 fast in all three products of a linear layer
+    only if its weights are [out, in].
+    """
+    trained = _trainable(draft)
+    return replace(
+        draft,
+        params={n: a for n, a in draft.plain_params.items() if n not in trained},
+        module=_as_in_pytorch(draft.module),
+    )
+
+
+def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> DraftModel:
+    """The draft with averaged weights, still with linear ones as in PyTorch.
+
+    While training, features are divided by their typical size, so that each input of
+    fc gets steps of the right size from Adam; here fc takes them as they are.
+    """
+    params = state.average | {FC: state.average[FC] / state.feature_scale}
+    params = {name: array.astype(dtype) for name, array in params.items()}
+    return replace(frozen.draft, params=params | frozen.draft.plain_params)
+
+
+@functools.cache
+def _as_in_pytorch(module: TorchModule) -> TorchModule:
+    """The same module for weights that are all [out, in]; one object for each."""
+    return replace(module, linear_weights=frozenset())
+
+
+def _trainable(draft: DraftModel) -> Params:
+    names = {name for name, _ in draft.module.module.named_parameters()}
+    return {name: a for name, a in draft.plain_params.items() if name in names}
+
+
+@partial(jax.jit, static_argnames=("recipe", "block_size"), donate_argnames="state")
+def train_step(
+    state: TrainState,
+    frozen: Frozen,
+    batch: Batch,
+    *,
+    recipe: Recipe,
+    block_size: int,
+) -> tuple[TrainState, StepReport]:
+    """One step; deterministic in its arguments, noise included.
+
+    Args:
+        state: donated.
+        frozen: the rest of the model.
+        batch: the data.
+        recipe: hyperparameters (static).
+        block_size: Q of this stage (static).
+    """
+    key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
+    noise_key, vocabulary_key = jax.random.split(key)
+    features = batch.features.astype(jnp.float32) / state.feature_scale
+    if recipe.feature_noise:
+        signs = _random_signs(noise_key, features.shape)
+        features += recipe.feature_noise * signs
+    batch = replace(batch, features=features)
+    vocabulary = _draw_vocabulary(vocabulary_key, frozen, recipe)
+
+    def loss(params: Params) -> tuple[jax.Array, Score]:
+        params = {name: p.astype(recipe.dtype) for name, p in params.items()}
+        draft = replace(frozen.draft, params=params | frozen.draft.plain_params)
+        result = score(
+            draft,
+            frozen.target,
+            batch,
+            vocabulary,
+            block_size=block_size,
+            gamma=recipe.gamma_of(block_size),
+            soft=recipe.soft,
+        )
+        return result.loss / jnp.maximum(result.weight, 1e-6), result
+
+    grads, result = jax.grad(loss, has_aux=True)(state.params)
+    updates, optimizer = optimizer_of(recipe).update(
+        grads, state.optimizer, state.params
+    )
+    params: Any = optax.apply_updates(state.params, updates)
+    # A young average forgets its start faster.
+    decay = jnp.minimum(recipe.average, (1 + state.step) / (10 + state.step))
+    average = jax.tree.map(
+        lambda old, new: decay * old + (1 - decay) * new, state.average, params
+    )
+    state = replace(
+        state,
+        params=params,
+        average=average,
+        optimizer=optimizer,
+        step=state.step + 1,
+    )
+    return state, StepReport(score=result, grad_norm=optax.tree.norm(grads))
+
+
+@partial(jax.jit, static_argnames=("recipe", "block_size"))
+def held_out_score(
+    state: TrainState,
+    frozen: Frozen,
+    batch: Batch,
+    *,
+    recipe: Recipe,
+    block_size: int,
+) -> Score:
+    """The score of averaged weights over the whole vocabulary, without noise."""
+    draft = trained_draft(state, frozen, recipe.dtype)
+    return score(
+        draft,
+        frozen.target,
+        batch,
+        block_size=block_size,
+        gamma=recipe.gamma_of(block_size),
+        soft=recipe.soft,
+    )
+
+
+def _draw_vocabulary(
+    key: jax.Array, frozen: Frozen, recipe: Recipe
+) -> Vocabulary | None:
+    """All common tokens, and a few others that stand for the rest."""
+    if frozen.common is None:
+        return None
+    assert frozen.rare is not None
+    assert frozen.index is not None
+    place = jax.random.randint(key, (recipe.random_tokens,), 0, len(frozen.rare))
+    stands_for = jnp.log(len(frozen.rare) / recipe.random_tokens)
+    offsets = jnp.where(
+        jnp.arange(len(frozen.common) + recipe.random_tokens) < len(frozen.common),
+        0.0,
+        stands_for,
+    )
+    return Vocabulary(
+        token_ids=jnp.append(frozen.common, frozen.rare[place]),
+        index=frozen.index,
+        offsets=offsets,
+    )
+
+
+def _random_signs(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """-1 or 1, from single random bits: cheap, and as good as normal noise after fc."""
+    width = shape[-1]
+    words = jax.random.bits(key, (*shape[:-1], -(-width // 32)), jnp.uint32)
+    bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = bits.reshape(*shape[:-1], -1)[..., :width]
+    return bits.astype(jnp.float32) * 2 - 1
