@@ -43,6 +43,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
 from torchax_dflash.checkpoints.demo import cache_folder, demo_target
+from torchax_dflash.core.attention import Context
+from torchax_dflash.core.kv_cache import KVPool
 from torchax_dflash.core.target import forward
 
 DEMO_DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-dflash"
@@ -132,7 +134,9 @@ def verify_variants(target: TargetModel, draft: DraftModel) -> Variants:
     step = jax.jit(forward, donate_argnames="pool", static_argnames="layer_ids")
 
     def variant(rows: int) -> Callable[[], float]:
-        pool = target.make_pool(num_pages=2, page_size=128)
+        pool = KVPool.zeros(
+            target.config, num_pages=2, page_size=128, dtype=target.dtype
+        )
 
         def run() -> float:
             nonlocal pool
@@ -142,9 +146,11 @@ def verify_variants(target: TargetModel, draft: DraftModel) -> Variants:
                     target,
                     pool,
                     jnp.zeros((1, rows), jnp.int32),
-                    block_table=jnp.array([[0, 1]]),
-                    context_lens=jnp.array([CONTEXT]),
-                    block_lens=jnp.array([rows]),
+                    context=Context(
+                        jnp.array([[0, 1]]),
+                        context_lens=jnp.array([CONTEXT]),
+                        block_lens=jnp.array([rows]),
+                    ),
                     layer_ids=draft.config.target_layer_ids if rows > 1 else (),
                 )
                 jax.block_until_ready(logits)

@@ -36,8 +36,6 @@ from transformers import (
 )
 
 from torchax_dflash import DraftModel, TargetModel
-from torchax_dflash.core import attention
-from torchax_dflash.generation import state as decode_state
 
 # The environment of serving has no training packages; its tests are marked `vllm`.
 collect_ignore_glob = ["training/*"] if importlib.util.find_spec("vllm") else []
@@ -282,13 +280,6 @@ def _forget_programs():
     if mappings.exists() and mappings.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
-
-
-@pytest.fixture
-def small_pages(monkeypatch):
-    """Where each of many samples has its own pool, let it be small."""
-    monkeypatch.setattr(decode_state, "PAGE_SIZE", 16)
-    monkeypatch.setattr(attention, "_TILE", 16)
 
 
 @pytest.fixture(scope="session")

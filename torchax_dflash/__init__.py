@@ -9,15 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchax_dflash.checkpoints.pretrained import DraftModel, TargetModel
     from torchax_dflash.core.config import DFlashConfig, TargetConfig
-    from torchax_dflash.core.draft import DraftModel
-    from torchax_dflash.core.target import TargetModel
     from torchax_dflash.generation.generator import Generator
-    from torchax_dflash.generation.request import (
-        GenerationOutput,
-        SamplingParams,
-        StreamEvent,
-    )
+    from torchax_dflash.generation.outputs import GenerationOutput, StreamEvent
+    from torchax_dflash.generation.sampling_params import SamplingParams
     from torchax_dflash.generation.stats import RunStats
 
 __all__ = [
@@ -34,14 +30,14 @@ __all__ = [
 
 _HOME = {
     "DFlashConfig": "core.config",
-    "DraftModel": "core.draft",
-    "GenerationOutput": "generation.request",
+    "DraftModel": "checkpoints.pretrained",
+    "GenerationOutput": "generation.outputs",
     "Generator": "generation.generator",
     "RunStats": "generation.stats",
-    "SamplingParams": "generation.request",
-    "StreamEvent": "generation.request",
+    "SamplingParams": "generation.sampling_params",
+    "StreamEvent": "generation.outputs",
     "TargetConfig": "core.config",
-    "TargetModel": "core.target",
+    "TargetModel": "checkpoints.pretrained",
 }
 
 

@@ -35,6 +35,7 @@ from test_bad_input import change_weights, edit_config
 from test_draft_parity import Oracle, Ours, history
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
+from torchax_dflash.core.attention import Context
 from torchax_dflash.core.drafting import draft_logits, draft_tokens
 from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
 
@@ -56,9 +57,11 @@ def saved_draft(folder, form, module, brings):
 
 def arguments_of(ours, count):
     return {
-        "block_table": ours.table,
-        "context_lens": jnp.array(ours.lens),
-        "block_lens": jnp.full(len(ours.lens), count + 1),
+        "context": Context(
+            ours.table,
+            context_lens=jnp.array(ours.lens),
+            block_lens=jnp.full(len(ours.lens), count + 1),
+        ),
         "num_speculative_tokens": count,
     }
 
@@ -168,7 +171,6 @@ def test_generating_with_a_draft_of_its_own_head(tmp_path, brings, temperature, 
         assert set(accepted) <= set(KNOWN)
 
 
-@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_the_targets_distribution_with_a_reduced_vocabulary(method):
     """Tokens that the draft never proposes still come as often as they should."""

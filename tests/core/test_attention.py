@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchax_dflash.core.attention import paged_attention
+from torchax_dflash.core.attention import Attend, Context, paged_attention
 
 N, H, K, Q = 4, 2, 16, 6
 GARBAGE = {"nan": np.nan, "inf": np.inf, "huge": 1e30}
@@ -68,12 +68,12 @@ def test_equals_pytorch_on_ragged_rows(causal, window, page_size, garbage):
         jnp.array(key),
         jnp.array(value),
         pages=(jnp.array(pages[0]), jnp.array(pages[1])),
-        block_table=jnp.array(table),
-        context_lens=jnp.array(lens),
-        block_lens=jnp.array(blocks),
-        scale=K**-0.5,
-        is_causal=causal,
-        sliding_window=window,
+        context=Context(
+            jnp.array(table),
+            context_lens=jnp.array(lens),
+            block_lens=jnp.array(blocks),
+        ),
+        how=Attend(0, K**-0.5, is_causal=causal, sliding_window=window),
     )
     for b, (length, block) in enumerate(zip(lens, blocks, strict=True)):
         want = oracle(
@@ -90,12 +90,12 @@ def test_softcap():
     got = paged_attention(
         *map(jnp.array, (query, key, value)),
         pages=tuple(map(jnp.array, pages)),
-        block_table=jnp.array(table),
-        context_lens=jnp.array([0]),
-        block_lens=jnp.array([Q]),
-        scale=1.0,
-        is_causal=False,
-        softcap=2.0,
+        context=Context(
+            jnp.array(table),
+            context_lens=jnp.array([0]),
+            block_lens=jnp.array([Q]),
+        ),
+        how=Attend(0, 1.0, is_causal=False, softcap=2.0),
     )
     scores = np.einsum("hgqk,hsk->hgqs", query[0].reshape(H, N // H, Q, K), key[0])
     weights = np.exp(2.0 * np.tanh(scores / 2.0))

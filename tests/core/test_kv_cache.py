@@ -5,18 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 from torchax.interop import torch_view
 
+from torchax_dflash.core.config import TargetConfig
 from torchax_dflash.core.kv_cache import KVPool, StaticKVCache, slot_mapping_of
 
 PAGES, PAGE_SIZE, HEADS, DIM = 6, 4, 2, 3
+CONFIG = TargetConfig(
+    vocab_size=1,
+    hidden_size=1,
+    num_hidden_layers=2,
+    num_key_value_heads=HEADS,
+    head_dim=DIM,
+)
 
 
 def empty_pool() -> KVPool:
     return KVPool.zeros(
-        num_layers=2,
+        CONFIG,
         num_pages=PAGES,
         page_size=PAGE_SIZE,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
         dtype=jnp.dtype("float32"),
     )
 

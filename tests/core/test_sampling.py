@@ -25,8 +25,6 @@ from scipy.stats import chi2_contingency
 from torchax_dflash import SamplingParams
 from torchax_dflash.core import accept as accepting
 
-pytestmark = pytest.mark.usefixtures("small_pages")
-
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("name", SETTINGS)

@@ -11,7 +11,7 @@ from torchax_dflash import (
     SamplingParams,
     TargetModel,
 )
-from torchax_dflash.generation import step as decoding
+from torchax_dflash.generation import generator
 
 
 @pytest.fixture
@@ -42,14 +42,14 @@ def test_losing_the_device_state_in_a_failed_run_is_repaired(tiny, monkeypatch):
     dflash, _ = generators(tiny)
     prompts = random_prompts(3, seed=17)
     want = [o.token_ids for o in dflash.generate(prompts)]
-    real = decoding.decode
+    real = generator.decode
 
     def interrupted(*args, **kwargs):
         real(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "decode", interrupted)
+        patch.setattr(generator, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             dflash.generate(prompts)
     assert [o.token_ids for o in dflash.generate(prompts)] == want

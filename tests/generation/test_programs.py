@@ -15,6 +15,7 @@ from torchax_dflash import (
     TargetModel,
 )
 from torchax_dflash.generation import step as decoding
+from torchax_dflash.generation.prefill import prefill
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def fresh():
 @pytest.mark.parametrize("with_draft", [True, False])
 def test_no_compilation_after_warm_up(fresh, with_draft):
     target, draft = fresh
-    before = decoding.prefill._cache_size() + decoding.decode._cache_size()
+    before = prefill._cache_size() + decoding.decode._cache_size()
     generator = Generator(
         target, draft if with_draft else None, max_model_len=600, max_num_seqs=3
     )
@@ -42,7 +43,7 @@ def test_no_compilation_after_warm_up(fresh, with_draft):
         for max_tokens in (1, 7, 40):
             generator.generate(prompts[-count:], SamplingParams(max_tokens=max_tokens))
             assert generator.stats.recompilations == 0
-    after = decoding.prefill._cache_size() + decoding.decode._cache_size()
+    after = prefill._cache_size() + decoding.decode._cache_size()
     assert after - before == 4  # three prefill sizes, one decode program
 
 

@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from torchax_dflash import TargetModel
+from torchax_dflash.core.attention import Context
+from torchax_dflash.core.kv_cache import KVPool
 from torchax_dflash.core.target import forward
 
 _forward = jax.jit(forward, static_argnames="layer_ids")
@@ -27,7 +29,7 @@ LAYER_IDS = (0, 2, TARGET_LAYERS - 1)  # the last one is normalised in HF's stat
 
 def run_in_blocks(target, prompt, sizes, *, garbage=np.nan):
     """Feeds a prompt in padded blocks; returns all logits and hidden states."""
-    pool = target.make_pool(num_pages=8, page_size=16)
+    pool = KVPool.zeros(target.config, num_pages=8, page_size=16, dtype=target.dtype)
     pool = jax.tree.map(lambda x: jnp.full_like(x, garbage), pool)
     table = jnp.array([[5, 2, 7, 0]])
     logits, states, start = [], [], 0
@@ -39,9 +41,11 @@ def run_in_blocks(target, prompt, sizes, *, garbage=np.nan):
             target,
             pool,
             jnp.array(padded),
-            block_table=table,
-            context_lens=jnp.array([start]),
-            block_lens=jnp.array([len(rows)]),
+            context=Context(
+                table,
+                context_lens=jnp.array([start]),
+                block_lens=jnp.array([len(rows)]),
+            ),
             layer_ids=LAYER_IDS,
         )
         logits.append(block_logits[0, : len(rows)])

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from torchax_dflash.core import sampling
+from torchax_dflash.core import accept, sampling
 
 
 def accepts_all(probs, drafts, num_drafts, *, draft_probs, **others):
-    return sampling.accept(
+    return accept.accept(
         probs, drafts, num_drafts, draft_probs=draft_probs * 1e-9, **others
     )
 
@@ -18,7 +18,7 @@ def keeps_what_was_rejected(
     probs, drafts, num_drafts, *, draft_probs, settings, positions
 ):
     """Draws from p after a rejection, not from p - q."""
-    right = sampling.accept(
+    right = accept.accept(
         probs,
         drafts,
         num_drafts,
@@ -36,4 +36,4 @@ def keeps_what_was_rejected(
 def takes_another_q(probs, drafts, num_drafts, *, draft_probs, **others):
     sharper = draft_probs**2
     sharper /= sharper.sum(-1, keepdims=True)
-    return sampling.accept(probs, drafts, num_drafts, draft_probs=sharper, **others)
+    return accept.accept(probs, drafts, num_drafts, draft_probs=sharper, **others)

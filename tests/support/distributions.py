@@ -138,7 +138,11 @@ SETTINGS = {
 def sampled_counts(models, params: SamplingParams, method: str) -> np.ndarray:
     """How often each continuation of the prompt came, [V ** LENGTH]."""
     generator = Generator(
-        models.target, models.draft, max_model_len=16, num_speculative_tokens=3
+        models.target,
+        models.draft,
+        max_model_len=16,
+        num_speculative_tokens=3,
+        page_size=16,  # each of many samples has its own pool
     )
     *prompt, anchor = PROMPT
     # the prefill draws the anchor, so it is put into its place by hand

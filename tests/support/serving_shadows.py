@@ -14,7 +14,8 @@ from tpu_inference.runner.kv_cache import create_kv_caches
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 from transformers import AutoConfig
 
-from torchax_dflash.core.draft import draft_hidden_states
+from torchax_dflash.core.attention import Context
+from torchax_dflash.core.drafting import draft_hidden_states
 from torchax_dflash.serving.drafting.proposer import TorchaxDFlashProposer
 
 _hidden_states = jax.jit(draft_hidden_states)
@@ -90,9 +91,11 @@ class Shadow:
             proposer.draft,
             proposer._pool,
             proposer._head.embed(block),
-            block_table=block_table,
-            context_lens=context_lens,
-            block_lens=jnp.where(context_lens > 0, rows, 0),
+            context=Context(
+                block_table,
+                context_lens=context_lens,
+                block_lens=jnp.where(context_lens > 0, rows, 0),
+            ),
         )
 
     @property

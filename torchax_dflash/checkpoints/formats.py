@@ -39,6 +39,13 @@ from torchax_dflash.checkpoints import speculators
 from torchax_dflash.checkpoints.weights import check_shape, tensors
 from torchax_dflash.core.bridge import TorchModule
 from torchax_dflash.core.config import DFlashConfig, config_error, remote_class
+from torchax_dflash.core.draft_weights import (
+    EMBEDDING,
+    EXTRA_TENSORS,
+    HEAD,
+    KNOWN_TOKENS,
+    TOKEN_OFFSETS,
+)
 from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
 
 # vLLM reads it: the mask token's embedding, instead of the target's.
@@ -48,15 +55,6 @@ ARCHITECTURES = {
     "DFlash2DraftModel": dflash.model.DFlash2DraftModel,
 }
 """Classes of the `dflash` package, by the name that checkpoints give."""
-
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_TOKEN_OFFSETS, _KNOWN_TOKENS = "d2t", "t2d"
-# Copies of the target's weights that `speculators` compares with while it trains.
-_TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")
-EXTRA_TENSORS = frozenset(
-    {_EMBEDDING, _HEAD, _TOKEN_OFFSETS, _KNOWN_TOKENS, *_TRAINING_ONLY}
-)
-"""What a draft's checkpoint may hold beside the parameters of its module."""
 
 
 @dataclass(frozen=True)
@@ -139,63 +137,63 @@ def read_vocabulary(
     """
     own = EXTRA_TENSORS - {name for name, _ in built.module.named_parameters()}
     size, known, width = config.vocab_size, config.draft_vocab_size, config.hidden_size
-    found = dict(tensors(folder, own & {_EMBEDDING, _HEAD}))
-    for name, rows in ((_EMBEDDING, size), (_HEAD, known)):
+    found = dict(tensors(folder, own & {EMBEDDING, HEAD}))
+    for name, rows in ((EMBEDDING, size), (HEAD, known)):
         if name in found:
             check_shape(name, found[name], (rows, width), folder)
             found[name] = found[name].astype(dtype)
     token_ids = _token_ids(folder, own, config)
-    if _HEAD not in found:
+    if HEAD not in found:
         if known != size or (token_ids != np.arange(size)).any():
-            raise _missing(_HEAD, folder, config)
-        return OwnVocabulary(embedding=found.get(_EMBEDDING))
+            raise _missing(HEAD, folder, config)
+        return OwnVocabulary(embedding=found.get(EMBEDDING))
     return OwnVocabulary(
-        embedding=found.get(_EMBEDDING),
-        head=found[_HEAD].T.copy(),
+        embedding=found.get(EMBEDDING),
+        head=found[HEAD].T.copy(),
         row_of_token=rows_of_tokens(token_ids, size),
     )
 
 
 def _token_ids(folder: Path, own: frozenset[str], config: DFlashConfig) -> np.ndarray:
     """The token of each row of the head, int [draft_vocab_size], checked."""
-    names = own & {_TOKEN_OFFSETS, _KNOWN_TOKENS}
+    names = own & {TOKEN_OFFSETS, KNOWN_TOKENS}
     found = dict(tensors(folder, names, framework="numpy"))
     size, known = config.vocab_size, config.draft_vocab_size
     token_ids = np.arange(known)
-    if _TOKEN_OFFSETS in found:
-        offsets = found[_TOKEN_OFFSETS]
-        check_shape(_TOKEN_OFFSETS, offsets, (known,), folder)
+    if TOKEN_OFFSETS in found:
+        offsets = found[TOKEN_OFFSETS]
+        check_shape(TOKEN_OFFSETS, offsets, (known,), folder)
         if not np.issubdtype(offsets.dtype, np.integer):
             raise config_error(
-                f"{_TOKEN_OFFSETS} of {folder}",
+                f"{TOKEN_OFFSETS} of {folder}",
                 "integers",
                 str(offsets.dtype),
                 "Export the draft again.",
             )
         token_ids = token_ids + offsets
     elif known != size:
-        raise _missing(_TOKEN_OFFSETS, folder, config)
+        raise _missing(TOKEN_OFFSETS, folder, config)
     outside = token_ids[(token_ids < 0) | (token_ids >= size)]
     if outside.size:
         raise config_error(
-            f"{_TOKEN_OFFSETS} of {folder}",
+            f"{TOKEN_OFFSETS} of {folder}",
             f"i + d2t[i] from 0 to {size - 1}",
             sorted(set(outside.tolist()))[:3],
             "It holds offsets from the draft's ids to the target's, not the ids.",
         )
     if len(set(token_ids.tolist())) < known:
         raise config_error(
-            f"{_TOKEN_OFFSETS} of {folder}",
+            f"{TOKEN_OFFSETS} of {folder}",
             f"{known} different tokens",
             f"{len(set(token_ids.tolist()))}",
             "It holds offsets from the draft's ids to the target's, not the ids.",
         )
-    if _KNOWN_TOKENS in found:
-        mask = found[_KNOWN_TOKENS]
-        check_shape(_KNOWN_TOKENS, mask, (size,), folder)
+    if KNOWN_TOKENS in found:
+        mask = found[KNOWN_TOKENS]
+        check_shape(KNOWN_TOKENS, mask, (size,), folder)
         if set(np.flatnonzero(mask).tolist()) != set(token_ids.tolist()):
             raise config_error(
-                f"{_KNOWN_TOKENS} of {folder}",
+                f"{KNOWN_TOKENS} of {folder}",
                 f"true at the {known} tokens that d2t leads to",
                 f"{int(np.count_nonzero(mask))} others",
                 "The two mappings do not belong together.",

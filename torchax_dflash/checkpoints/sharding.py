@@ -14,17 +14,16 @@ XLA adds the communication. On one device the rules change nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_dflash.core.config import DFlashConfig, TargetConfig
+from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft_weights import linear_layer
 from torchax_dflash.core.int8 import Int8Weight, MaybeQuantized
-
-_BY_HEAD = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-_BY_OUTPUT = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc"})
-_BY_INPUT = frozenset({"o_proj", "down_proj"})
 
 
 def param_sharding(
@@ -44,21 +43,36 @@ def param_sharding(
         mesh: the devices.
         axis: the mesh axis to split over.
     """
-    layer = name.split(".")[-2] if "." in name else ""
     spec: list[str | None] = [None] * len(shape)
-    if layer in _BY_OUTPUT:
-        split = len(shape) - 1
-    elif layer in _BY_INPUT and len(shape) == 2:
-        split = 0
-    else:
+    layer = linear_layer(name)
+    if layer is None or (layer.split == "in" and len(shape) != 2):
         return NamedSharding(mesh, PartitionSpec())
-    unit = config.head_dim if layer in _BY_HEAD else 1
-    if shape[split] % (unit * mesh.shape[axis]) == 0:
-        spec[split] = axis
+    dimension = len(shape) - 1 if layer.split == "out" else 0
+    unit = config.head_dim if layer.by_head else 1
+    if shape[dimension] % (unit * mesh.shape[axis]) == 0:
+        spec[dimension] = axis
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def shard_params(
+def shard_draft[D: Draft](draft: D, mesh: Mesh, axis: str) -> D:
+    """The same draft, its weights split over the devices along `axis` of the mesh.
+
+    Its cache goes with it: see `pool_sharding`.
+    """
+    return replace(
+        draft,
+        params=_shard_params(draft.params, config=draft.config, mesh=mesh, axis=axis),
+        own=jax.tree.map(partial(_shard_table, mesh=mesh, axis=axis), draft.own),
+    )
+
+
+def pool_sharding(*, config: DFlashConfig, mesh: Mesh, axis: str) -> NamedSharding:
+    """Where the pages [P, page_size, H, K] of every layer lie."""
+    splits = config.num_key_value_heads % mesh.shape[axis] == 0
+    return NamedSharding(mesh, PartitionSpec(None, None, axis if splits else None))
+
+
+def _shard_params(
     params: MaybeQuantized, *, config: DFlashConfig, mesh: Mesh, axis: str
 ) -> dict[str, jax.Array | Int8Weight]:
     """A draft's params where they belong; int8 values as weights, scales as biases."""
@@ -73,14 +87,8 @@ def shard_params(
     }
 
 
-def shard_table(array: jax.Array, *, mesh: Mesh, axis: str) -> jax.Array:
+def _shard_table(array: jax.Array, *, mesh: Mesh, axis: str) -> jax.Array:
     """A draft's own embedding [V, D] or head [D, V] where it belongs; others whole."""
     splits = array.ndim == 2 and array.shape[1] % mesh.shape[axis] == 0
     spec = PartitionSpec(None, axis) if splits else PartitionSpec()
     return jax.device_put(array, NamedSharding(mesh, spec))
-
-
-def pool_sharding(*, config: DFlashConfig, mesh: Mesh, axis: str) -> NamedSharding:
-    """Where the pages [P, page_size, H, K] of every layer lie."""
-    splits = config.num_key_value_heads % mesh.shape[axis] == 0
-    return NamedSharding(mesh, PartitionSpec(None, None, axis if splits else None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: an unmodified module without weights, and its weights as JAX arrays.
+"""A checkpoint's weights as JAX arrays, by the names of the module they are for.
 
 safetensors go straight to JAX, one tensor at a time: there is never a second copy of
 the weights, neither here nor in PyTorch.
@@ -15,83 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch.overrides import TorchFunctionMode
 
-from torchax_dflash.core.bridge import ATTENTION, Params, TorchModule
-from torchax_dflash.core.config import sliding_layers
+from torchax_dflash.core.bridge import Params, TorchModule
+from torchax_dflash.core.draft_weights import published_name
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _INV_FREQ = "rotary_emb.inv_freq"  # some checkpoints carry this buffer
-
-
-def find_checkpoint(name_or_path: str | Path) -> Path:
-    """The local folder of a checkpoint: as given, or downloaded from the hub.
-
-    Raises:
-        FileNotFoundError: no such folder, and not to be had from the hub either.
-    """
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{folder}: expected a checkpoint folder, found no config.json in it. "
-                "Name the folder that holds config.json and model.safetensors."
-            )
-        return folder
-    name = str(name_or_path)
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if looks_like_path:
-        raise FileNotFoundError(
-            f"{name}: expected a checkpoint folder or a hub id (owner/name), found no "
-            "such folder. Check the spelling."
-        )
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    patterns.append("mask_embedding.pt")  # of some drafts, which are refused
-    try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=patterns, ignore_patterns=["consolidated*"]
-            )
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"{name}: expected a checkpoint folder or a model on the hub, found no "
-            f"such folder and could not download it ({error}). Check the spelling, the "
-            "network, and your access to the model."
-        ) from error
-
-
-def build_module(module_class: type[torch.nn.Module], hf_config: Any) -> TorchModule:
-    """Constructs the module as its class does, with parameters that hold no memory.
-
-    Buffers (RoPE frequencies) are real. Attention is ours where the module asks its
-    config.
-    """
-    hf_config._attn_implementation = ATTENTION
-    # Experts: the other implementations are kernels that torchax does not lower.
-    hf_config._experts_implementation = "batched_mm"
-    with _EmptyOnMeta():
-        module = module_class(hf_config)
-    module.eval()
-    for submodule in module.modules():
-        for name, parameter in submodule.named_parameters(recurse=False):
-            empty = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
-            submodule.register_parameter(name, empty)
-    linear_weights = frozenset(
-        f"{name}.weight"
-        for name, submodule in module.named_modules()
-        if isinstance(submodule, torch.nn.Linear)
-    )
-    return TorchModule(
-        module=module,
-        linear_weights=linear_weights,
-        num_layers=hf_config.get_text_config().num_hidden_layers,
-        sliding_layers=sliding_layers(hf_config),
-    )
 
 
 def load_params(built: TorchModule, folder: Path, dtype: jnp.dtype) -> Params:
@@ -138,10 +69,10 @@ def read_params(
         for name, parameter in built.module.named_parameters(remove_duplicate=False)
         if name not in tied
     }
+    published = {published_name(name): name for name in wanted}
     missing, unexpected = set(wanted), []
     for stored, array in tensors(folder):
-        # DFlash-2's codebooks are embeddings, published without the last word.
-        name = stored if stored in wanted else f"{stored}.weight"
+        name = published.get(stored, stored)
         if name not in wanted:
             known = stored in tied or stored in elsewhere or _INV_FREQ in stored
             unexpected += [] if known else [stored]
@@ -225,13 +156,3 @@ def tensors(
                 f"{file}: expected a safetensors file, got one that cannot be read "
                 f"({error}). Fetch it again."
             ) from error
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """`torch.empty` gives meta tensors: layers allocate their parameters with it."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft as JAX programs: the cache, attention, the bridge to torchax, drafting, accepting.
+"""The draft as JAX programs: cache, attention, the bridge to torchax, drafting, accept.
 
-No files, no requests and no host loop: see `checkpoints` and `generation` for those."""
+No files, no requests and no host loop: see `checkpoints` and `generation` for those.
+"""

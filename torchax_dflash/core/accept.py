@@ -1,55 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's two decisions: which drafts to propose, and which of them stand.
+"""The accept rule: which of a block's drafts stand, and the token after them.
 
-Each does no more work than the settings of the requests in its batch ask for.
+Whatever the draft proposes, the output has the target's own distribution. With p the
+target's probabilities after temperature and filters, and q those that a draft was
+really drawn from:
+
+    accept draft x with probability min(1, p(x) / q(x))
+    at the first rejection draw from max(p - q, 0), normalised
+    if all stand, draw one more from p
+
+A draft that was chosen, not drawn, has a q of 1 at one token. Greedy decoding is the
+same rule with a p of 1 at one token: the longest prefix that the target agrees with
+(paper arXiv 2602.06036, section 3; the rule is of arXiv 2211.17192, section 2.3).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from torchax_dflash.core.draft import DraftModel
-from torchax_dflash.core.drafting import draft_tokens, draw_draft_tokens
-from torchax_dflash.core.sampling import (
-    Accepted,
-    SamplingState,
-    accept,
-    accept_greedy,
-    probabilities,
-)
-from torchax_dflash.core.target import TargetModel
-from torchax_dflash.generation.penalties import Penalties
-from torchax_dflash.generation.state import DecodeState
+from torchax_dflash.core.sampling import SamplingState, draw, probabilities
 
 
-def draft_block(
-    draft: DraftModel | None,
-    target: TargetModel,
-    state: DecodeState,
-    *,
-    context_lens: jax.Array,
-    block_lens: jax.Array,
-    num_speculative_tokens: int,
-    draft_sample_method: str,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Draft tokens, int32 [B, K], and what they were drawn from, [B, K, V] or None."""
-    if draft is None or state.draft_pool is None:
-        return jnp.zeros((state.anchors.shape[0], 0), jnp.int32), None
-    block = {
-        "block_table": state.block_table,
-        "context_lens": context_lens,
-        "block_lens": block_lens,
-        "num_speculative_tokens": num_speculative_tokens,
-    }
-    pool = state.draft_pool
-    if draft_sample_method == "greedy":
-        return draft_tokens(draft, target, pool, state.anchors, **block), None
-    return draw_draft_tokens(
-        draft, target, pool, state.anchors, sampling=state.sampling, **block
-    )
+class LogitsProcessor(Protocol):
+    """What changes a target's logits before tokens are taken from them."""
+
+    @property
+    def active(self) -> jax.Array:
+        """Bool [B]: the request's logits are changed."""
+        ...
+
+    def apply(self, logits: jax.Array, draft_token_ids: jax.Array) -> jax.Array:
+        """Logits [B, Q, V] after drafts int32 [B, Q - 1] -> float32 [B, Q, V]."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Accepted:
+    """What one verified block yields.
+
+    Attributes:
+        token_ids: int32 [B, Q]; the first `num_accepted + 1` of a row are its next
+            tokens: accepted drafts, then the target's own.
+        num_accepted: int32 [B], drafts that stand.
+        logprobs: float32 [B, Q], of these tokens under the target's logits as they
+            come, without temperature; 0 where they were not asked for.
+    """
+
+    token_ids: jax.Array
+    num_accepted: jax.Array
+    logprobs: jax.Array
 
 
 def accept_block(
@@ -59,18 +63,29 @@ def accept_block(
     *,
     draft_probs: jax.Array | None,
     sampling: SamplingState,
-    penalties: Penalties,
     positions: jax.Array,
+    logits_processor: LogitsProcessor,
 ) -> Accepted:
-    """The accept rule, and no more work than the batch's settings ask for."""
+    """Verifies one block of each request, at no more cost than their settings ask for.
+
+    Args:
+        logits: [B, Q, V] of the target; row i follows the anchor and i drafts.
+        draft_token_ids: int32 [B, Q - 1].
+        num_drafts: int32 [B], drafts of a row that exist.
+        draft_probs: [B, Q - 1, V], what the drafts were drawn from, or None for drafts
+            that were chosen.
+        sampling: of the requests.
+        positions: int32 [B], of the anchors.
+        logits_processor: penalties.
+    """
 
     def by_rule() -> Accepted:
-        meant = penalties.apply(logits, draft_token_ids)
+        processed = logits_processor.apply(logits, draft_token_ids)
         q = draft_probs
         if q is None:
             q = jax.nn.one_hot(draft_token_ids, logits.shape[-1])
         return accept(
-            probabilities(meant, sampling),
+            probabilities(processed, sampling),
             draft_token_ids,
             num_drafts,
             draft_probs=q,
@@ -81,7 +96,7 @@ def accept_block(
     def greedily() -> Accepted:
         return accept_greedy(logits, draft_token_ids, num_drafts)
 
-    special = (sampling.draws | penalties.active).any()
+    special = (sampling.draws | logits_processor.active).any()
     accepted = jax.lax.cond(special, by_rule, greedily)
 
     def logprobs() -> jax.Array:
@@ -95,3 +110,80 @@ def accept_block(
             sampling.logprobs.any(), logprobs, lambda: accepted.logprobs
         ),
     )
+
+
+def accept_greedy(
+    logits: jax.Array, draft_token_ids: jax.Array, num_drafts: jax.Array
+) -> Accepted:
+    """Accepts the longest prefix of drafts that the target would have chosen.
+
+    Args:
+        logits: [B, Q, V] of the target; row i follows the anchor and i drafts.
+        draft_token_ids: int32 [B, Q - 1].
+        num_drafts: int32 [B], drafts of a row that exist.
+    """
+    choices = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    exists = jnp.arange(draft_token_ids.shape[1]) < num_drafts[:, None]
+    agrees = (draft_token_ids == choices[:, :-1]) & exists
+    # An accepted draft is the target's choice, so its choices are the output.
+    return Accepted(
+        token_ids=choices,
+        num_accepted=_leading(agrees),
+        logprobs=jnp.zeros(choices.shape, jnp.float32),
+    )
+
+
+def accept(
+    probs: jax.Array,
+    draft_token_ids: jax.Array,
+    num_drafts: jax.Array,
+    *,
+    draft_probs: jax.Array,
+    settings: SamplingState,
+    positions: jax.Array,
+) -> Accepted:
+    """The rule at the top of this file.
+
+    Args:
+        probs: [B, Q, V], what the target's tokens are drawn from.
+        draft_token_ids: int32 [B, Q - 1].
+        num_drafts: int32 [B], drafts of a row that exist.
+        draft_probs: [B, Q - 1, V], what the drafts were drawn from.
+        settings: of the requests.
+        positions: int32 [B], of the anchors; each step of a request has another.
+
+    Returns:
+        Its log-probabilities are left at 0.
+    """
+    rows = draft_token_ids.shape[1]
+    exists = jnp.arange(rows) < num_drafts[:, None]
+    of_draft = draft_token_ids[..., None]
+    p = jnp.take_along_axis(probs[:, :-1], of_draft, axis=-1)[..., 0]
+    q = jnp.take_along_axis(draft_probs, of_draft, axis=-1)[..., 0]
+    chances = jax.vmap(lambda key: jax.random.uniform(key, (rows,)))(
+        settings.keys(positions, 1)
+    )
+    num_accepted = _leading((chances * q < p) & exists)
+
+    # What is drawn after the last accepted draft; behind all drafts there is no q.
+    draft_probs = jnp.where(exists[..., None], draft_probs, 0)
+    draft_probs = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
+    at = num_accepted[:, None, None]
+    p = jnp.take_along_axis(probs, at, axis=1)
+    rest = jnp.maximum(p - jnp.take_along_axis(draft_probs, at, axis=1), 0)
+    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)  # but for rounding
+    own = draw(rest, settings.keys(positions, 2))[:, 0]
+    token_ids = jnp.pad(draft_token_ids, ((0, 0), (0, 1)))
+    token_ids = jnp.where(
+        jnp.arange(rows + 1) < num_accepted[:, None], token_ids, own[:, None]
+    )
+    return Accepted(
+        token_ids=token_ids,
+        num_accepted=num_accepted,
+        logprobs=jnp.zeros(token_ids.shape, jnp.float32),
+    )
+
+
+def _leading(stands: jax.Array) -> jax.Array:
+    """How many of each row stand before the first that does not, [B, K] -> [B]."""
+    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)

@@ -10,6 +10,8 @@ function with all others. Nothing is global but the registry entry.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from torchax_dflash.core.attention import Attend
 from torchax_dflash.core.int8 import MaybeQuantized, dequantize
 
 # transformers takes any name with "flash" in it for a flash-attention kernel.
@@ -71,16 +74,7 @@ class AttentionCache(Protocol):
         ...
 
     def attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        layer_idx: int,
-        scale: float,
-        is_causal: bool,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, how: Attend
     ) -> jax.Array:
         """Attention of one layer: query [B, N, Q, K] -> [B, N, Q, K]."""
         ...
@@ -109,9 +103,20 @@ class TorchModule:
     tied: tuple[tuple[str, str], ...] = ()
 
     def __call__(
-        self, params: MaybeQuantized, cache: AttentionCache, **inputs: Any
+        self,
+        params: MaybeQuantized,
+        cache: AttentionCache,
+        *,
+        dtype: jnp.dtype,
+        **inputs: Any,
     ) -> Any:
         """Calls the module's forward; arrays in, arrays out (inside a JAX trace).
+
+        Args:
+            params: the module's weights and buffers.
+            cache: keeps its rows and attends to them.
+            dtype: of computation; says how exact matrix products are.
+            inputs: the forward's other arguments.
 
         Raises:
             RuntimeError: a layer did not attend through `cache`.
@@ -119,12 +124,16 @@ class TorchModule:
         dense, inputs = dequantize(params, inputs)
         seams = {"past_key_values": cache, "static_cache": cache, "use_cache": True}
         arguments = torch_view(inputs) | seams
-        outputs = self.apply(dense, lambda module: module(**arguments))
+        outputs = self.apply(dense, lambda module: module(**arguments), dtype=dtype)
         self._check_attention(cache)
         return outputs
 
     def apply(
-        self, params: Params, function: Callable[[Any], torch.Tensor | tuple]
+        self,
+        params: Params,
+        function: Callable[[Any], torch.Tensor | tuple],
+        *,
+        dtype: jnp.dtype,
     ) -> Any:
         """Calls `function(module)` while the module has these weights, all or some."""
         weights = {
@@ -133,13 +142,21 @@ class TorchModule:
         }
         weights |= {n: weights[other] for n, other in self.tied if other in weights}
         named = {f"module.{name}": array for name, array in weights.items()}
-        with self.running(weights):
+        with tracing(dtype):
             return torch.func.functional_call(
                 _Applied(self.module, function),
                 torch_view(named),
                 (),
                 tie_weights=False,
             )
+
+    def weight_name(self, getter: str) -> str:
+        """Name of the weight of the layer that `module.getter()` returns."""
+        layer = getattr(self.module, getter)()
+        for name, submodule in self.module.named_modules():
+            if submodule is layer:
+                return f"{name}.weight"
+        raise AssertionError(f"{getter} returned no submodule")
 
     def _check_attention(self, cache: AttentionCache) -> None:
         """Every layer must have come to our attention, with its window if it has one.
@@ -161,18 +178,26 @@ class TorchModule:
                     "This architecture is not supported."
                 )
 
-    @contextlib.contextmanager
-    def running(self, weights: MaybeQuantized) -> Iterator[None]:
-        """The torchax environment, with matrix products as exact as the weights."""
-        dtype = next(iter(weights.values())).dtype
-        precision = "highest" if dtype == jnp.float32 else "default"
-        with (
-            _hard_wired_sdpa(),
-            torchax.default_env(),
-            jax.default_matmul_precision(precision),
-            torch.no_grad(),
-        ):
-            yield
+
+_TRACING = threading.RLock()
+
+
+@contextlib.contextmanager
+def tracing(dtype: jnp.dtype) -> Iterator[None]:
+    """The torchax environment, with matrix products as exact as `dtype`.
+
+    One thread at a time: `functional_call` swaps the weights of a module that all
+    threads share, and torchax's environment is one for the process. Only tracing
+    waits; compiled programs run side by side.
+    """
+    precision = "highest" if dtype == jnp.float32 else "default"
+    with (
+        _TRACING,
+        torchax.default_env(),
+        jax.default_matmul_precision(precision),
+        torch.no_grad(),
+    ):
+        yield
 
 
 class _Applied(torch.nn.Module):
@@ -234,39 +259,32 @@ def attention_forward(
     layer_idx: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     static_cache.windows[layer_idx] = sliding_window
     width = query.shape[-1]
-    out = static_cache.attend(
-        jax_view(query),
-        jax_view(key),
-        jax_view(value),
+    how = Attend(
         layer_idx=layer_idx,
         scale=width**-0.5 if scaling is None else scaling,
         is_causal=bool(module.is_causal if is_causal is None else is_causal),
         sliding_window=sliding_window,
         softcap=softcap,
     )
+    out = static_cache.attend(jax_view(query), jax_view(key), jax_view(value), how)
     return torch_view(out.swapaxes(1, 2)), None
 
 
-AttentionInterface.register(ATTENTION, attention_forward)
-
-
-@contextlib.contextmanager
-def _hard_wired_sdpa() -> Iterator[None]:
-    """While a trace runs, "sdpa" means ours for calls that bring our cache.
+def _routed_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention "sdpa" as it was, but ours for calls that bring our cache.
 
     The `dflash` package's modules look up "sdpa" whatever their config says.
     """
-    original: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
+    @functools.wraps(original)
     def sdpa(*args: Any, **kwargs: Any) -> Any:
         ours = "static_cache" in kwargs
         return (attention_forward if ours else original)(*args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
-    try:
-        yield
-    finally:
-        # Leave the registry as it was: the entry of the class, or one set before.
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if ALL_ATTENTION_FUNCTIONS["sdpa"] is not original:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = original
+    return sdpa
+
+
+# Installed once, when this module is imported, and never taken back: other models of
+# the process go on as before, and threads that trace at the same time agree.
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionInterface.register("sdpa", _routed_sdpa(ALL_ATTENTION_FUNCTIONS["sdpa"]))

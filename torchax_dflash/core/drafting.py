@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From an anchor to draft tokens: one pass of the draft, and a choice at each place.
 
+    block           [anchor, mask, mask, …]       one for each request
+    hidden states   the unmodified module over the block, attending to the pool
+    logits          its rows after the anchor, through the head
+    drafts          the likeliest tokens, or tokens drawn as the request's own are
+
 Plain drafts choose at each place by itself. DFlash-2's candidate selector walks along
 the block: among the likeliest tokens of a place it chooses the one that fits best to
 the token chosen before.
@@ -17,22 +22,23 @@ import torch
 import torchax
 from torchax.interop import jax_view, torch_view
 
-from torchax_dflash.core.draft import DraftModel, draft_hidden_states, head_logits
-from torchax_dflash.core.kv_cache import KVPool
+from torchax_dflash.core.attention import Context
+from torchax_dflash.core.bridge import tracing
+from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft_weights import SELECTOR
+from torchax_dflash.core.kv_cache import KVPool, StaticKVCache
 from torchax_dflash.core.sampling import SamplingState, draw, probabilities
 from torchax_dflash.core.vocabulary import TargetHead
 
 
 @partial(jax.jit, static_argnames="num_speculative_tokens")
 def draft_tokens(
-    draft: DraftModel,
+    draft: Draft,
     target: TargetHead,
     pool: KVPool,
     anchors: jax.Array,
+    context: Context,
     *,
-    block_table: jax.Array,
-    context_lens: jax.Array,
-    block_lens: jax.Array,
     num_speculative_tokens: int,
 ) -> jax.Array:
     """Drafts a block for each request in one pass: the likeliest tokens.
@@ -42,10 +48,9 @@ def draft_tokens(
         target: lends its embedding and head.
         pool: the draft's cache; read only.
         anchors: int32 [B], the last decided tokens, at position `context_lens`.
-        block_table: int32 [B, pages].
-        context_lens: int32 [B], ingested rows.
-        block_lens: int32 [B], 1 + the number of drafts wanted of each row. A shorter
-            block is not a prefix of a longer one: the missing rows are not attended to.
+        context: ingested rows of each request, and `block_lens`: 1 + the number of
+            drafts wanted. A shorter block is not a prefix of a longer one: the missing
+            rows are not attended to.
         num_speculative_tokens: K, drafts per row, 1 to block_size - 1 (static).
 
     Returns:
@@ -56,9 +61,7 @@ def draft_tokens(
         target,
         pool,
         anchors,
-        block_table=block_table,
-        context_lens=context_lens,
-        block_lens=block_lens,
+        context,
         num_speculative_tokens=num_speculative_tokens,
     )
     return _choose(draft, anchors, hidden, logits)
@@ -66,37 +69,46 @@ def draft_tokens(
 
 @partial(jax.jit, static_argnames="num_speculative_tokens")
 def draw_draft_tokens(
-    draft: DraftModel,
+    draft: Draft,
     target: TargetHead,
     pool: KVPool,
     anchors: jax.Array,
+    context: Context,
     *,
+    num_speculative_tokens: int,
     sampling: SamplingState,
-    **block: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Drafts drawn as each request's own tokens are; of greedy requests the likeliest.
 
     Args:
-        draft: the model.
-        target: lends its embedding and head.
-        pool: the draft's cache; read only.
-        anchors: int32 [B].
+        draft: as for `draft_tokens`, like the others up to the number of tokens.
+        target: as there.
+        pool: as there.
+        anchors: as there.
+        context: as there.
+        num_speculative_tokens: as there.
         sampling: of the requests; candidate selectors heed its temperature only.
-        block: the other arguments of `draft_tokens`.
 
     Returns:
         int32 [B, K], and what they were drawn from, float32 [B, K, V]: the q of the
         accept rule. It means nothing, and may be zero, where no request draws.
     """
-    hidden, logits = draft_logits(draft, target, pool, anchors, **block)
+    hidden, logits = draft_logits(
+        draft,
+        target,
+        pool,
+        anchors,
+        context,
+        num_speculative_tokens=num_speculative_tokens,
+    )
     choices = _choose(draft, anchors, hidden, logits)
 
     def drawn() -> tuple[jax.Array, jax.Array]:
-        keys = sampling.keys(block["context_lens"], 0)
+        keys = sampling.keys(context.context_lens, 0)
         if not draft.config.has_selector:
             probs = probabilities(logits, sampling)
             return draw(probs, keys), probs
-        tokens, probs = _draw_path(draft, anchors, hidden, logits, sampling, keys)
+        tokens, probs = _draw_path(draft, anchors, hidden, logits, sampling, keys=keys)
         draws = sampling.draws[:, None]
         chosen = jax.nn.one_hot(choices, logits.shape[-1])
         return (
@@ -111,13 +123,13 @@ def draw_draft_tokens(
 
 
 def draft_logits(
-    draft: DraftModel,
+    draft: Draft,
     target: TargetHead,
     pool: KVPool,
     anchors: jax.Array,
+    context: Context,
     *,
     num_speculative_tokens: int,
-    **context: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The module's output at the K mask tokens, [B, K, D], and logits [B, K, V].
 
@@ -128,13 +140,55 @@ def draft_logits(
     block = jnp.concatenate([anchors[:, None], masks], axis=1)
     noise = draft.own.embed(block, target).astype(draft.dtype)
     noise *= draft.config.input_embedding_scale
-    hidden = draft_hidden_states(draft, pool, noise, **context)
+    hidden = draft_hidden_states(draft, pool, noise, context)
     hidden = hidden[:, 1 : num_speculative_tokens + 1]
     return hidden, head_logits(draft, target, hidden)
 
 
+def draft_hidden_states(
+    draft: Draft, pool: KVPool, noise_embedding: jax.Array, context: Context
+) -> jax.Array:
+    """The module's output over noise blocks, [B, Q, D] -> [B, Q, D]."""
+    batch, rows, _ = noise_embedding.shape
+    hidden = draft.module(
+        draft.params,
+        StaticKVCache(pool=pool, context=context),
+        dtype=draft.dtype,
+        target_hidden=jnp.zeros((batch, 0, draft.config.feature_size), draft.dtype),
+        noise_embedding=noise_embedding,
+        position_ids=context.positions(rows),
+    )
+    return jax_view(hidden)
+
+
+def head_logits(draft: Draft, target: TargetHead, hidden: jax.Array) -> jax.Array:
+    """Through the head, by the module's own `compute_logits` if it has one.
+
+    Args:
+        draft: the model.
+        target: lends its head, unless the draft has its own.
+        hidden: [..., D], the module's output.
+
+    Returns:
+        [..., V], or as many as `target.project` gives.
+    """
+    module: Any = draft.module.module
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        return torch_view(draft.own.project(jax_view(rows), target))
+
+    with tracing(draft.dtype):
+        rows = torch_view(hidden)
+        if hasattr(module, "compute_logits"):
+            logits = jax_view(module.compute_logits(rows, head))
+        else:
+            logits = jax_view(head(rows))
+    vocab_size = jax.eval_shape(target.project, hidden).shape[-1]
+    return draft.own.over_target(logits, vocab_size)
+
+
 def _choose(
-    draft: DraftModel, anchors: jax.Array, hidden: jax.Array, logits: jax.Array
+    draft: Draft, anchors: jax.Array, hidden: jax.Array, logits: jax.Array
 ) -> jax.Array:
     """The draft's choice at each place, int32 [B, K]."""
     if not draft.config.has_selector:
@@ -144,11 +198,12 @@ def _choose(
 
 
 def _draw_path(
-    draft: DraftModel,
+    draft: Draft,
     anchors: jax.Array,
     hidden: jax.Array,
     logits: jax.Array,
     sampling: SamplingState,
+    *,
     keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Drawn by the candidate selector: int32 [B, K] and its q, float32 [B, K, V].
@@ -163,7 +218,10 @@ def _draw_path(
     def one_row(anchor, hidden, logits, temperature, key):
         scaled = logits.astype(jnp.float32) / temperature
         states = (hidden / temperature).astype(hidden.dtype)
-        with torchax.default_env().override_property(prng=key):
+        with (
+            tracing(draft.dtype),
+            torchax.default_env().override_property(prng=key),
+        ):
             path, candidates, probs = _select(
                 draft, anchor[None], states[None], scaled[None], temperature=1.0
             )
@@ -175,7 +233,7 @@ def _draw_path(
 
 
 def _select(
-    draft: DraftModel,
+    draft: Draft,
     anchors: jax.Array,
     hidden: jax.Array,
     logits: jax.Array,
@@ -191,7 +249,9 @@ def _select(
             *torch_view((hidden, known, anchors)), temperature
         )
 
-    path, candidates, probs = draft.module.apply(draft.selector_params, select)
+    path, candidates, probs = draft.module.apply(
+        draft.arrays(SELECTOR), select, dtype=draft.dtype
+    )
     return (
         jax_view(path).astype(jnp.int32),
         jax_view(candidates),

@@ -11,23 +11,14 @@ where XLA can fuse the product into the matrix multiplication that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from torchax_dflash.core.config import config_error
-
 _LEVELS = 127
-# Of a draft's transformer and its input; never heads, convolutions or selectors.
-_LAYERS = frozenset(
-    {
-        *("fc", "q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    }
-)
 
 
 @jax.tree_util.register_dataclass
@@ -76,36 +67,3 @@ def dequantize(
         kept, inputs = jax.lax.optimization_barrier((kept, inputs))
     plain = {n: w for n, w in params.items() if not isinstance(w, Int8Weight)}
     return plain | {n: w.dequantize() for n, w in kept.items()}, inputs
-
-
-def check_quantization(quantization: str | None) -> None:
-    """Raises ValueError unless it is None or one that is known."""
-    if quantization not in (None, "int8"):
-        raise config_error(
-            "quantization", "None or 'int8'", quantization, "Choose one of them."
-        )
-
-
-def kept_weights(
-    weights: Iterable[tuple[str, jax.Array]],
-    dtype: jnp.dtype,
-    quantization: str | None,
-) -> dict[str, jax.Array | Int8Weight]:
-    """Weights by name as they are kept on the device, made one at a time.
-
-    Args:
-        weights: names like "layers.0.mlp.up_proj.weight"; linear ones [in, out].
-        dtype: of computation.
-        quantization: None or "int8".
-    """
-    return {
-        name: Int8Weight.of(array, dtype)
-        if quantization and _becomes_int8(name)
-        else array.astype(dtype)
-        for name, array in weights
-    }
-
-
-def _becomes_int8(name: str) -> bool:
-    *_, layer, kind = ("", *name.split("."))
-    return kind == "weight" and layer in _LAYERS

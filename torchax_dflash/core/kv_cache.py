@@ -4,7 +4,7 @@
 A module asks its cache for one thing, `update(k, v, layer_idx)`. Ours writes rows
 into a fixed JAX buffer instead of growing a tensor:
 
-    KVPool, one layer              block_table [B, 3]     context_lens [B]
+    KVPool, one layer              block_table [B, 3]    context_lens [B]
     page 0  | r r r r |            request 0: 3 1 0      request 0: 9
     page 1  | r r r r |            request 1: 2 4 5      request 1: 5
     page 2  | s s s s |
@@ -18,14 +18,17 @@ rows, and rows that are not counted may hold anything, NaN included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.sharding import NamedSharding
 from torchax.interop import jax_view
 
-from torchax_dflash.core.attention import paged_attention
+from torchax_dflash.core.attention import Attend, Context, paged_attention
+from torchax_dflash.core.config import DFlashConfig, TargetConfig
 
 
 @jax.tree_util.register_dataclass
@@ -35,28 +38,42 @@ class KVPool:
 
     Attributes:
         layers: per layer (K, V), each [P, page_size, H, K] in the model's dtype.
+        sharding: where they lie, or None for the default device (static).
     """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
+    sharding: NamedSharding | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def zeros(
         cls,
+        config: DFlashConfig | TargetConfig,
         *,
-        num_layers: int,
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: jnp.dtype,
+        sharding: NamedSharding | None = None,
     ) -> KVPool:
-        """Allocates 2 * L * P * page_size * H * K elements."""
-        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        """An empty pool for a model: 2 * layers * P * page_size * H * K elements.
 
-        def buffer() -> jax.Array:
-            return jnp.zeros(shape, dtype)
+        Args:
+            config: of the draft or target whose rows it will hold.
+            num_pages: P.
+            page_size: rows of a page.
+            dtype: of K and V.
+            sharding: how to split each layer's pages over devices.
+        """
+        shape = (num_pages, page_size, config.num_key_value_heads, config.head_dim)
 
-        return cls(tuple((buffer(), buffer()) for _ in range(num_layers)))
+        def make() -> tuple[tuple[jax.Array, jax.Array], ...]:
+            def buffer() -> jax.Array:
+                return jnp.zeros(shape, dtype)
+
+            return tuple((buffer(), buffer()) for _ in range(config.num_hidden_layers))
+
+        # Jitted where it is split, so that no device ever holds more than its share.
+        split = partial(jax.jit, out_shardings=sharding)
+        return cls((make if sharding is None else split(make))(), sharding)
 
     @property
     def page_size(self) -> int:
@@ -67,6 +84,30 @@ class KVPool:
     def num_slots(self) -> int:
         """Rows of the whole pool; also the slot number that means "drop"."""
         return self.layers[0][0].shape[0] * self.page_size
+
+    @property
+    def heads_are_split(self) -> bool:
+        """Whether each device holds only some of the heads."""
+        return self.sharding is not None and not self.sharding.is_fully_replicated
+
+    def stored(
+        self, layer_idx: int, key: jax.Array, value: jax.Array, slot_mapping: jax.Array
+    ) -> KVPool:
+        """The pool with the first `slot_mapping.size` rows of [B, H, R, K] in it."""
+        layers = list(self.layers)
+        keys, values = layers[layer_idx]
+        layers[layer_idx] = (
+            _store(keys, key, slot_mapping),
+            _store(values, value, slot_mapping),
+        )
+        return replace(self, layers=tuple(layers))
+
+    def constrained(self) -> KVPool:
+        """Inside a jitted program: the pool, kept where it lies."""
+        if self.sharding is None:
+            return self
+        layers = jax.lax.with_sharding_constraint(self.layers, self.sharding)
+        return replace(self, layers=layers)
 
 
 def slot_mapping_of(
@@ -88,8 +129,8 @@ def slot_mapping_of(
     """
     page_index = jnp.clip(positions // pool.page_size, 0, block_table.shape[1] - 1)
     pages = jnp.take_along_axis(block_table, page_index, axis=1)
-    slot_mapping = pages * pool.page_size + positions % pool.page_size
-    return jnp.where(valid, slot_mapping, pool.num_slots)
+    slots = pages * pool.page_size + positions % pool.page_size
+    return jnp.where(valid, slots, pool.num_slots)
 
 
 @dataclass(eq=False)
@@ -97,26 +138,20 @@ class StaticKVCache:
     """What an unmodified module gets as `past_key_values`; lives for one trace.
 
     The module's own rows go back to it unchanged: attention joins them to the context
-    that `block_table` points to. If `slot_mapping` is given, the first `slot_mapping.size` of the
-    rows are also stored.
+    in the pool. If `slot_mapping` is given, the first `slot_mapping.size` of the rows
+    are also stored.
 
     Attributes:
         pool: replaced by `update`, so that afterwards it is the new pool.
-        slot_mapping: int32 [R] where to store rows, or None to store nothing.
-        block_table: int32 [B, pages] of the context to attend to, or None for a module
-            call whose attention output is not wanted.
-        context_lens: int32 [B] stored rows that are visible.
-        block_lens: int32 [B] own rows that are visible.
-        heads_are_split: over several devices.
+        slot_mapping: int32 [R], where to store rows, or None to store nothing.
+        context: what to attend to, or None for a module call whose attention output
+            is not wanted.
         windows: by layer that attended through us, its sliding window or None.
     """
 
     pool: KVPool
     slot_mapping: jax.Array | None = None
-    block_table: jax.Array | None = None
-    context_lens: jax.Array | None = None
-    block_lens: jax.Array | None = None
-    heads_are_split: bool = False
+    context: Context | None = None
     windows: dict[int, int | None] = field(default_factory=dict)
 
     def update(
@@ -128,14 +163,8 @@ class StaticKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores rows of K and V, [B, H, R, K]; returns both as they came."""
         if self.slot_mapping is not None:
-            layers = list(self.pool.layers)
-            layers[layer_idx] = tuple(
-                _store(pages, jax_view(rows), self.slot_mapping)
-                for pages, rows in zip(
-                    layers[layer_idx], (key_states, value_states), strict=True
-                )
-            )
-            self.pool = KVPool(tuple(layers))
+            rows = jax_view(key_states), jax_view(value_states)
+            self.pool = self.pool.stored(layer_idx, *rows, self.slot_mapping)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -143,44 +172,28 @@ class StaticKVCache:
         return 0
 
     def attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        layer_idx: int,
-        scale: float,
-        is_causal: bool,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, how: Attend
     ) -> jax.Array:
         """Attention of own rows to the stored context and each other.
 
-        See `paged_attention`; without a page table, zeros.
+        See `paged_attention`; without a context, zeros.
         """
-        if self.block_table is None:
+        if self.context is None:
             return jnp.zeros_like(query)
-        assert self.context_lens is not None
-        assert self.block_lens is not None
         return paged_attention(
             query,
             key,
             value,
-            pages=self.pool.layers[layer_idx],
-            block_table=self.block_table,
-            context_lens=self.context_lens,
-            block_lens=self.block_lens,
-            scale=scale,
-            is_causal=is_causal,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            may_fold=not self.heads_are_split,
+            self.pool.layers[how.layer_idx],
+            self.context,
+            how=how,
+            may_fold=not self.pool.heads_are_split,
         )
 
 
 @jax.jit
 def _store(pages: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """Writes the first `slot_mapping.size` rows of [B, H, R, K]; drops out-of-range slots."""
+    """Writes rows of [B, H, R, K] at their slots; slots out of range drop them."""
     num_pages, page_size, heads, head_dim = pages.shape
     rows = rows.swapaxes(1, 2).reshape(-1, heads, head_dim)[: slot_mapping.size]
     flat = pages.reshape(num_pages * page_size, heads, head_dim)

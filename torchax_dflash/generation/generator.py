@@ -10,26 +10,23 @@ from __future__ import annotations
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from torchax_dflash.core.config import config_error
-from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.draft import Draft
 from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
-from torchax_dflash.core.target import TargetModel
-from torchax_dflash.generation import state as decode_state
-from torchax_dflash.generation import step as decoding
-from torchax_dflash.generation.prefill import CHUNK_SIZES, chunk_arguments, chunk_sizes
-from torchax_dflash.generation.request import (
-    GenerationOutput,
-    Prompt,
-    Request,
-    SamplingParams,
-    StreamEvent,
-)
+from torchax_dflash.core.target import Target
+from torchax_dflash.generation.outputs import GenerationOutput, StreamEvent
+from torchax_dflash.generation.prefill import CHUNK_SIZES, Chunk, chunk_sizes, prefill
+from torchax_dflash.generation.request import Prompt, Request
+from torchax_dflash.generation.sampling_params import SamplingParams
+from torchax_dflash.generation.state import PAGE_SIZE, DecodeState, Steps
 from torchax_dflash.generation.stats import RunStats, compilations
+from torchax_dflash.generation.step import decode
 
 
 class Generator:
@@ -41,8 +38,8 @@ class Generator:
 
     def __init__(
         self,
-        target: TargetModel,
-        draft: DraftModel | None = None,
+        target: Target,
+        draft: Draft | None = None,
         *,
         tokenizer: Any = None,
         max_model_len: int = 2048,
@@ -50,6 +47,7 @@ class Generator:
         num_speculative_tokens: int | None = None,
         draft_sample_method: str = "greedy",
         steps_per_visit: int = 8,
+        page_size: int = PAGE_SIZE,
     ) -> None:
         """Allocates the caches.
 
@@ -64,15 +62,18 @@ class Generator:
                 draft's likeliest tokens, "probabilistic" draws them, which is accepted
                 more often the higher the temperature is.
             steps_per_visit: most decode steps before the host looks.
+            page_size: rows of a page of the caches.
 
         Raises:
             ValueError: target, draft and numbers do not fit together.
         """
-        for name, value in (
-            ("max_model_len", max_model_len),
-            ("max_num_seqs", max_num_seqs),
-            ("steps_per_visit", steps_per_visit),
-        ):
+        sizes = {
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "steps_per_visit": steps_per_visit,
+            "page_size": page_size,
+        }
+        for name, value in sizes.items():
             if value < 1:
                 raise config_error(name, "at least 1", value, "Raise it.")
         if draft_sample_method not in DRAFT_SAMPLE_METHODS:
@@ -82,27 +83,7 @@ class Generator:
                 draft_sample_method,
                 "Choose one.",
             )
-        if draft is None:
-            if num_speculative_tokens:
-                raise config_error(
-                    "num_speculative_tokens",
-                    "None without a draft",
-                    num_speculative_tokens,
-                    "Give a draft, or leave it out.",
-                )
-            self.num_speculative_tokens = 0
-        else:
-            draft.config.check_target(target.config)
-            if draft.dtype != target.dtype:
-                raise config_error(
-                    "dtype",
-                    f"the target's, {target.dtype}",
-                    str(draft.dtype),
-                    "Load both with the same dtype.",
-                )
-            self.num_speculative_tokens = draft.config.check_num_speculative_tokens(
-                num_speculative_tokens
-            )
+        self.num_speculative_tokens = _num_drafts(target, draft, num_speculative_tokens)
         self.target = target
         self.draft = draft
         self.tokenizer = tokenizer
@@ -110,8 +91,9 @@ class Generator:
         self.max_num_seqs = max_num_seqs
         self.draft_sample_method = draft_sample_method
         self.steps_per_visit = steps_per_visit
+        self.page_size = page_size
         self.stats = RunStats()
-        self._state: decode_state.DecodeState | None = self._make_state()
+        self._state: DecodeState | None = self._make_state()
         self._running = False
 
     def warm_up(self, on_program: Callable[[int, int], None] | None = None) -> None:
@@ -277,32 +259,58 @@ class Generator:
 
     def _prefill(self, request: Request, **chunk: int) -> list[jax.Array]:
         """The token after a chunk and its log-probability, still on the device."""
-        return self._on_state(decoding.prefill, **chunk_arguments(request, **chunk))
+        return self._on_state(partial(prefill, chunk=Chunk.of(request, **chunk)))
 
-    def _decode(self, keep: list[bool]) -> Any:
-        steps = self._on_state(
-            decoding.decode,
+    def _decode(self, keep: list[bool]) -> Steps:
+        program = partial(
+            decode,
             keep=jax.device_put(np.array(keep)),
             num_speculative_tokens=self.num_speculative_tokens,
             num_steps=self.steps_per_visit,
             draft_sample_method=self.draft_sample_method,
         )
-        return jax.device_get(steps[0])
+        (steps,) = self._on_state(program)
+        return jax.device_get(steps)
 
-    def _on_state(self, program: Callable[..., Any], **arguments: Any) -> Any:
+    def _on_state(self, program: Callable[..., Any]) -> list[Any]:
         """Runs a program on the state, and counts what it had to compile."""
         before = compilations().count
         # The state is donated: if the program is interrupted, it is gone.
         state, self._state = self._state or self._make_state(), None
-        self._state, *result = program(self.target, self.draft, state, **arguments)
+        self._state, *result = program(self.target, self.draft, state)
         self.stats.recompilations += compilations().count - before
         return result
 
-    def _make_state(self) -> decode_state.DecodeState:
-        return decode_state.make_state(
+    def _make_state(self) -> DecodeState:
+        return DecodeState.idle(
             self.target,
             self.draft,
             batch_size=self.max_num_seqs,
             max_model_len=self.max_model_len,
             num_speculative_tokens=self.num_speculative_tokens,
+            page_size=self.page_size,
         )
+
+
+def _num_drafts(
+    target: Target, draft: Draft | None, num_speculative_tokens: int | None
+) -> int:
+    """Checks that a draft fits its target; returns the drafts a step, 0 without one."""
+    if draft is None:
+        if num_speculative_tokens:
+            raise config_error(
+                "num_speculative_tokens",
+                "None without a draft",
+                num_speculative_tokens,
+                "Give a draft, or leave it out.",
+            )
+        return 0
+    draft.config.check_target(target.config)
+    if draft.dtype != target.dtype:
+        raise config_error(
+            "dtype",
+            f"the target's, {target.dtype}",
+            str(draft.dtype),
+            "Load both with the same dtype.",
+        )
+    return draft.config.check_num_speculative_tokens(num_speculative_tokens)

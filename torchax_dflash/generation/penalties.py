@@ -20,7 +20,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Penalties:
-    """Each request's settings, and what it has said, on the device.
+    """Each request's settings, and the tokens that they look at, on the device.
 
     Attributes:
         repetition: float32 [B]; logits of tokens seen are divided by it if positive,
@@ -39,7 +39,7 @@ class Penalties:
 
     @classmethod
     def none(cls, batch_size: int, vocab_size: int) -> Penalties:
-        """Of requests that have said nothing and are not penalised."""
+        """Of requests without tokens that are not penalised."""
         return cls(
             repetition=jnp.ones(batch_size, jnp.float32),
             presence=jnp.zeros(batch_size, jnp.float32),
@@ -62,7 +62,7 @@ class Penalties:
         """Bool [B]: the request has any."""
         return (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
 
-    def read(
+    def add_prompt(
         self,
         row: jax.Array,
         token_ids: jax.Array,
@@ -75,7 +75,7 @@ class Penalties:
         Args:
             row: int32 [], the request's.
             token_ids: int32 [T]; -1 is padding.
-            is_first: bool []; what the row's last request said is forgotten.
+            is_first: bool []; the tokens of the row's last request are forgotten.
             settings: float32 [3]: repetition, presence, frequency.
         """
         kept, size = ~is_first, self.in_prompt.shape[1]
@@ -89,7 +89,7 @@ class Penalties:
             in_output=self.in_output.at[row].set(self.in_output[row] * kept),
         )
 
-    def said(self, token_ids: jax.Array, num_tokens: jax.Array) -> Penalties:
+    def add_output(self, token_ids: jax.Array, num_tokens: jax.Array) -> Penalties:
         """Counts the first `num_tokens` [B] of int32 [B, R] as output."""
         batch, size = self.in_output.shape
         counts = jnp.arange(token_ids.shape[1]) < num_tokens[:, None]

@@ -5,146 +5,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torchax_dflash.core.config import TargetConfig, config_error
+from torchax_dflash.generation.outputs import GenerationOutput, StreamEvent
+from torchax_dflash.generation.sampling_params import SamplingParams
 from torchax_dflash.generation.state import NUM_STOP_IDS
 from torchax_dflash.generation.text import TextStream
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to continue a prompt. Names and meanings are vLLM's, but for the defaults.
-
-    Attributes:
-        max_tokens: most new tokens.
-        temperature: 0 takes the likeliest token, 1 draws as the target says.
-        top_k: draw among the k likeliest tokens only; 0 for all.
-        top_p: draw among the likeliest tokens that together reach p.
-        min_p: draw among tokens at least this fraction of the likeliest.
-        seed: the same seed gives the same output, whatever else runs; None for another
-            one each time.
-        repetition_penalty: above 1, tokens of prompt and output become less likely.
-        presence_penalty: above 0, tokens of the output become less likely.
-        frequency_penalty: the same, for each time they are there.
-        logprobs: give the log-probability of each output token.
-        stop: texts that end the output; they are no part of its text, though their
-            tokens are of its tokens. One alone may be given as it is.
-        stop_token_ids: tokens that end the output, besides the target's EOS; they are
-            part of it.
-        ignore_eos: go on after the target's EOS.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: bool = False
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-
-    @property
-    def stop_texts(self) -> tuple[str, ...]:
-        """`stop`, always as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    def of_each(self, count: int) -> list[SamplingParams]:
-        """For several prompts: the same, but with seeds that follow each other."""
-        self.check()
-        if self.seed is None:
-            return [self] * count
-        return [replace(self, seed=(self.seed + i) % 2**32) for i in range(count)]
-
-    def check(self) -> None:
-        """Raises ValueError if a field is out of its range."""
-        for name, expected, is_good, remedy in (
-            ("max_tokens", "at least 1", self.max_tokens >= 1, "Ask for a token."),
-            ("temperature", "at least 0", self.temperature >= 0, "0 is greedy."),
-            ("top_k", "at least 0", self.top_k >= 0, "0 keeps all tokens."),
-            ("top_p", "above 0, up to 1", 0 < self.top_p <= 1, "1 keeps all tokens."),
-            ("min_p", "0 to 1", 0 <= self.min_p <= 1, "0 keeps all tokens."),
-            (
-                "repetition_penalty",
-                "above 0",
-                self.repetition_penalty > 0,
-                "1 changes nothing.",
-            ),
-            (
-                "presence_penalty",
-                "-2 to 2",
-                -2 <= self.presence_penalty <= 2,
-                "0 changes nothing.",
-            ),
-            (
-                "frequency_penalty",
-                "-2 to 2",
-                -2 <= self.frequency_penalty <= 2,
-                "0 changes nothing.",
-            ),
-            (
-                "seed",
-                "None or 0 to 4294967295",
-                self.seed is None or 0 <= self.seed < 2**32,
-                "Choose another.",
-            ),
-        ):
-            if not is_good:
-                raise config_error(name, expected, vars(self)[name], remedy)
-
-
-@dataclass
-class GenerationOutput:
-    """One prompt's continuation.
-
-    Attributes:
-        prompt_token_ids: the prompt.
-        token_ids: the output, an ending stop token included.
-        from_draft: for each of them, whether it was an accepted draft.
-        logprobs: for each of them, its log-probability under the target's logits as
-            they come, without temperature or penalties; empty unless asked for.
-        acceptance_lengths: tokens that each target pass after the prefill gave.
-        text: the output as text, without special tokens; "" without a tokenizer.
-        finish_reason: "stop" or "length"; None while unfinished.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    from_draft: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    acceptance_lengths: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tau, mean tokens per target pass (1.0 is plain decoding; 0.0: no pass)."""
-        lengths = self.acceptance_lengths
-        return sum(lengths) / len(lengths) if lengths else 0.0
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """News of one prompt.
-
-    Attributes:
-        index: which prompt.
-        segments: new text, each with whether an accepted draft completed it.
-        output: everything so far, one object that grows; final when its `finish_reason`
-            is set.
-    """
-
-    index: int
-    segments: list[tuple[str, bool]]
-    output: GenerationOutput
 
 
 @dataclass

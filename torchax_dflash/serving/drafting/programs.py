@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchax_dflash.core.draft import DraftModel, ingest
+from torchax_dflash.core.attention import Context
+from torchax_dflash.core.draft import Draft, ingest
 from torchax_dflash.core.drafting import draft_tokens, draw_draft_tokens
 from torchax_dflash.core.kv_cache import KVPool, slot_mapping_of
 from torchax_dflash.core.sampling import SamplingState
@@ -19,7 +19,7 @@ from torchax_dflash.serving.drafting.target_head import ServedHead
 
 @partial(jax.jit, donate_argnames="pool")
 def ingest_step(
-    draft: DraftModel,
+    draft: Draft,
     pool: KVPool,
     positions: jax.Array,
     block_tables: jax.Array,
@@ -46,23 +46,18 @@ def ingest_step(
     request = jnp.clip(jnp.searchsorted(ends, rows, side="right"), 0, batch - 1)
     accepted = positions < context_lens[request]
     accepted &= rows < query_start_loc[num_reqs]
-    slot_mapping = slot_mapping_of(
+    slots = slot_mapping_of(
         pool, block_table[request], positions[:, None], accepted[:, None]
-    )[:, 0]
-    pool = ingest(
-        draft,
-        pool,
-        jnp.concatenate(aux_hidden_states, axis=-1),
-        positions,
-        slot_mapping,
     )
+    aux = jnp.concatenate(aux_hidden_states, axis=-1)
+    pool = ingest(draft, pool, aux, positions, slots[:, 0])
     anchors = jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id)
     return pool, block_table, context_lens, anchors[:batch]
 
 
 @partial(jax.jit, static_argnames=("rows", "num_speculative_tokens"))
 def draft_step(
-    draft: DraftModel,
+    draft: Draft,
     head: ServedHead,
     pool: KVPool,
     anchors: jax.Array,
@@ -74,8 +69,10 @@ def draft_step(
 ) -> jax.Array:
     """The whole of its `propose`: the first `rows` of the batch draft."""
     batch, k = anchors.shape[0], num_speculative_tokens
-    blocks = _blocks(block_table[:rows], context_lens[:rows], k)
-    draft_token_ids = draft_tokens(draft, head, pool, anchors[:rows], **blocks)
+    context = _context(block_table[:rows], context_lens[:rows], k)
+    draft_token_ids = draft_tokens(
+        draft, head, pool, anchors[:rows], context, num_speculative_tokens=k
+    )
     return jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
 
 
@@ -83,7 +80,7 @@ def draft_step(
     jax.jit, static_argnames="num_speculative_tokens", donate_argnames="draft_probs"
 )
 def draft_drawn_step(
-    draft: DraftModel,
+    draft: Draft,
     head: ServedHead,
     pool: KVPool,
     anchors: jax.Array,
@@ -96,24 +93,27 @@ def draft_drawn_step(
 ) -> tuple[jax.Array, jax.Array]:
     """As `draft_step`, but drawn, and q written into `draft_probs`."""
     batch, rows = anchors.shape[0], settings.seed.shape[0]
-    blocks = _blocks(block_table[:rows], context_lens[:rows], num_speculative_tokens)
+    k = num_speculative_tokens
+    context = _context(block_table[:rows], context_lens[:rows], k)
     draft_token_ids, probs = draw_draft_tokens(
-        draft, head, pool, anchors[:rows], sampling=settings, **blocks
+        draft,
+        head,
+        pool,
+        anchors[:rows],
+        context,
+        num_speculative_tokens=k,
+        sampling=settings,
     )
     probs = probs[..., : head.vocab_size]
     draft_token_ids = jnp.pad(draft_token_ids, ((0, batch - rows), (0, 0)))
-    assert draft.pool_sharding is not None
-    replicated = NamedSharding(draft.pool_sharding.mesh, PartitionSpec())
+    assert pool.sharding is not None
+    replicated = NamedSharding(pool.sharding.mesh, PartitionSpec())
     return draft_token_ids, jax.lax.with_sharding_constraint(
         draft_probs.at[:rows].set(probs), replicated
     )
 
 
-def _blocks(block_table: jax.Array, context_lens: jax.Array, k: int) -> dict[str, Any]:
+def _context(block_table: jax.Array, context_lens: jax.Array, k: int) -> Context:
     """Of both ways to draft; a row without context (no request) has no block."""
-    return {
-        "block_table": block_table,
-        "context_lens": context_lens,
-        "block_lens": jnp.where(context_lens > 0, k + 1, 0),
-        "num_speculative_tokens": k,
-    }
+    block_lens = jnp.where(context_lens > 0, k + 1, 0)
+    return Context(block_table, context_lens=context_lens, block_lens=block_lens)

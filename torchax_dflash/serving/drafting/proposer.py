@@ -17,7 +17,6 @@ request or a reordered batch needs nothing done here.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,8 +27,10 @@ from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 
+from torchax_dflash.checkpoints.pretrained import DraftModel
+from torchax_dflash.checkpoints.sharding import pool_sharding, shard_draft
 from torchax_dflash.core.config import TargetConfig
-from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.draft import Draft
 from torchax_dflash.core.kv_cache import KVPool
 from torchax_dflash.core.sampling import SamplingState
 from torchax_dflash.serving.drafting.drawn_drafts import DrawnDrafts
@@ -68,7 +69,10 @@ class TorchaxDFlashProposer(DFlashProposer):
         target = TargetConfig.from_hf(vllm_config.model_config.hf_config)
         draft.config.check_target(target)
         draft.config.check_num_speculative_tokens(self.num_speculative_tokens)
-        self.draft = draft.shard(self.mesh, "model")
+        self.draft: Draft = shard_draft(draft, self.mesh, "model")
+        self._pool_sharding = pool_sharding(
+            config=draft.config, mesh=self.mesh, axis="model"
+        )
         self._last_layer = target.num_hidden_layers - 1
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.drawn: DrawnDrafts | None = None
@@ -110,20 +114,27 @@ class TorchaxDFlashProposer(DFlashProposer):
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of the draft's pool, on all devices together."""
-        pool = jax.eval_shape(
-            partial(self.draft.make_pool, num_pages=1, page_size=page_size)
+        pool = jax.eval_shape(lambda: self._make_pool(1, page_size))
+        shares = (
+            self._pool_sharding.shard_shape(x.shape) for x in jax.tree.leaves(pool)
         )
-        sharding = self.draft.pool_sharding
-        assert sharding is not None
-        shares = (sharding.shard_shape(x.shape) for x in jax.tree.leaves(pool))
         return sum(map(math.prod, shares)) * self.draft.dtype.itemsize * self.mesh.size
+
+    def _make_pool(self, num_pages: int, page_size: int) -> KVPool:
+        return KVPool.zeros(
+            self.draft.config,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=self.draft.dtype,
+            sharding=self._pool_sharding,
+        )
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates as many pages as the target's cache has, split by KV head."""
         try:
             if self.drawn is not None:
                 self.drawn.allocate()
-            self._pool = self.draft.make_pool(num_pages=num_pages, page_size=page_size)
+            self._pool = self._make_pool(num_pages, page_size)
         except jax.errors.JaxRuntimeError as error:
             drawn = self.drawn.num_bytes if self.drawn is not None else 0
             size = (num_pages * self.page_bytes(page_size) + drawn) / 2**30

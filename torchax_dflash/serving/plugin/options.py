@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchax_dflash.checkpoints.quantization import check_quantization
 from torchax_dflash.core.config import config_error
-from torchax_dflash.core.int8 import check_quantization
 
 NAME = "torchax_dflash"
 _QUANTIZATION = "draft_quantization"

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from tpu_inference.layers.jax.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
-from torchax_dflash.core.sampling import SamplingState, accept, probabilities
+from torchax_dflash.core.accept import accept
+from torchax_dflash.core.sampling import SamplingState, probabilities
 
 
 def verify(

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import torch
 from torchax.interop import jax_view
 
-from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.attention import Attend, capped, sees
+from torchax_dflash.core.draft import Draft
 
 _MASKED = -1e30
 
@@ -62,7 +63,9 @@ class ContextRows:
         """0: positions are always passed explicitly."""
         return 0
 
-    def attend(self, query: jax.Array, *_: jax.Array, **__: object) -> jax.Array:
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, how: Attend
+    ) -> jax.Array:
         """Zeros: what comes of the dummy block is not wanted."""
         return jnp.zeros_like(query)
 
@@ -96,29 +99,13 @@ class AnchoredBlocks:
         return 0
 
     def attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        layer_idx: int,
-        scale: float,
-        is_causal: bool,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, how: Attend
     ) -> jax.Array:
         """Attention of block rows [B * A, N, Q, K]; see `anchored_attention`."""
-        attend = partial(
-            anchored_attention,
-            scale=scale,
-            is_causal=is_causal,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+        context = (*self.context.layers[how.layer_idx], self.anchors)
         # Scores are made again in the backward pass instead of being kept.
-        return jax.checkpoint(attend)(
-            query, key, value, *self.context.layers[layer_idx], self.anchors
-        )
+        attend = jax.checkpoint(partial(anchored_attention, how=how))
+        return attend(query, key, value, *context)
 
 
 def anchored_attention(
@@ -129,10 +116,7 @@ def anchored_attention(
     context_value: jax.Array,
     anchors: jax.Array,
     *,
-    scale: float,
-    is_causal: bool,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    how: Attend,
 ) -> jax.Array:
     """Attends from blocks to the context before their anchor, and to themselves.
 
@@ -143,11 +127,7 @@ def anchored_attention(
         context_key: [B, H, S, K], of positions 0 … S - 1, finite everywhere.
         context_value: [B, H, S, K].
         anchors: int32 [B, A]; a block's rows are at its anchor + 0 … Q - 1.
-        scale: factor on the scores.
-        is_causal: row i of a block sees no later row of it.
-        sliding_window: distance from which a key is no longer seen (before, and in
-            non-causal layers after), or None.
-        softcap: scores become softcap * tanh(scores / softcap), or None.
+        how: the layer's way to attend.
 
     Returns:
         [B * A, N, Q, K] in the query's dtype. Softmax and sums are float32.
@@ -163,7 +143,7 @@ def anchored_attention(
 
     # In float32 throughout: on CPUs, XLA has no gradient of bfloat16 products with
     # float32 sums; on TPUs the precision of products is set apart from their type.
-    queries = by_sequence(query.astype(jnp.float32) * scale)
+    queries = by_sequence(query.astype(jnp.float32) * how.scale)
     own_keys, own_values = (
         by_sequence(rows.astype(jnp.float32))[:, :, 0] for rows in (key, value)
     )
@@ -175,40 +155,27 @@ def anchored_attention(
         ],
         axis=-1,
     )
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    visible = _visible(anchors, context, block_size, is_causal, sliding_window)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _MASKED))
+    visible = _visible(how, anchors, context, block_size)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, capped(how, scores), _MASKED))
     out = jnp.einsum("bhgaqs,bhsk->bhgaqk", weights[..., :context], values)
     out += jnp.einsum("bhgaqr,bhark->bhgaqk", weights[..., context:], own_values)
     return out.astype(value.dtype).transpose(0, 3, 1, 2, 4, 5).reshape(query.shape)
 
 
 def _visible(
-    anchors: jax.Array,
-    context: int,
-    block_size: int,
-    is_causal: bool,
-    sliding_window: int | None,
+    how: Attend, anchors: jax.Array, context: int, block_size: int
 ) -> jax.Array:
     """Which of S context rows and Q own rows each row sees, bool [B, A, Q, S + Q]."""
     rows = anchors[..., None] + jnp.arange(block_size)  # [B, A, Q]
     context_rows = jnp.broadcast_to(jnp.arange(context), (*anchors.shape, context))
     keys = jnp.concatenate([context_rows, rows], axis=-1)[:, :, None]  # [B, A, 1, S+Q]
     own = jnp.arange(context + block_size) >= context
-    visible = own | (keys < anchors[..., None, None])
-    distance = rows[..., None] - keys
-    if is_causal:
-        visible &= distance >= 0
-    if sliding_window is not None:
-        visible &= distance < sliding_window
-        if not is_causal:
-            visible &= -distance < sliding_window
-    return visible
+    exists = own | (keys < anchors[..., None, None])
+    return exists & sees(how, rows[..., None], keys)
 
 
 def anchored_hidden_states(
-    draft: DraftModel,
+    draft: Draft,
     features: jax.Array,
     noise_embedding: jax.Array,
     anchors: jax.Array,
@@ -231,6 +198,7 @@ def anchored_hidden_states(
     draft.module(
         draft.params,
         context,
+        dtype=draft.dtype,
         target_hidden=features.astype(draft.dtype),
         noise_embedding=jnp.zeros((batch, dummy, hidden), draft.dtype),
         position_ids=jnp.pad(jnp.arange(length), (0, dummy))[None],
@@ -239,6 +207,7 @@ def anchored_hidden_states(
     out = draft.module(
         draft.params,
         AnchoredBlocks(context, anchors),
+        dtype=draft.dtype,
         target_hidden=jnp.zeros((blocks, 0, features.shape[2]), draft.dtype),
         noise_embedding=noise_embedding.reshape(blocks, block_size, hidden).astype(
             draft.dtype

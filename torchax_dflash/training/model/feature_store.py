@@ -23,7 +23,7 @@ import numpy as np
 from safetensors import safe_open
 
 from torchax_dflash.core.config import config_error
-from torchax_dflash.core.target import TargetModel
+from torchax_dflash.core.target import Target
 from torchax_dflash.training.data.padding import pad, padded_length
 from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.data.storage import save_tensors, write_atomically
@@ -95,7 +95,7 @@ class FeatureStore:
 
     def add(
         self,
-        target: TargetModel,
+        target: Target,
         sequences: Sequence[TokenSequence],
         layer_ids: tuple[int, ...],
         on_file: Callable[[int, int], None],
@@ -185,7 +185,7 @@ def _as_tensors(thoughts: list[StoredThoughts]) -> dict[str, np.ndarray]:
 
 
 def _all_thoughts(
-    target: TargetModel, sequences: Sequence[TokenSequence], layer_ids: tuple[int, ...]
+    target: Target, sequences: Sequence[TokenSequence], layer_ids: tuple[int, ...]
 ) -> list[StoredThoughts]:
     """In the order of `sequences`, computed in batches of similar length."""
     found: dict[int, StoredThoughts] = {}

@@ -25,7 +25,9 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from torchax_dflash.core.draft import DraftModel, TargetHead, head_logits
+from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.drafting import head_logits
+from torchax_dflash.core.vocabulary import TargetHead
 from torchax_dflash.training.model.anchored import anchored_hidden_states
 from torchax_dflash.training.model.selector_loss import EXCLUDED, candidate_logits
 
@@ -138,7 +140,7 @@ def block_targets(batch: Batch, block_size: int) -> BlockTargets:
 
 
 def score(
-    draft: DraftModel,
+    draft: Draft,
     target: TrainingHead,
     batch: Batch,
     vocabulary: Vocabulary | None = None,
@@ -184,7 +186,7 @@ def score(
 
 
 def _compare(
-    draft: DraftModel,
+    draft: Draft,
     target: TrainingHead,
     hidden: jax.Array,
     before: jax.Array,

@@ -27,8 +27,8 @@ from dflash.model import (
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 
+from torchax_dflash.checkpoints.pretrained import DraftModel
 from torchax_dflash.core.config import TargetConfig, config_error
-from torchax_dflash.core.draft import DraftModel
 
 _TAPS = 5  # tapped layers of a new draft, as in published ones
 # Of a new DFlash-2 draft; published ones look one place back, too.

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from torchax.interop import jax_view, torch_view
 
-from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft_weights import SELECTOR
 
 EXCLUDED = -1e30
 """The logit of a token that is no candidate."""
 
 
 def candidate_logits(
-    draft: DraftModel,
+    draft: Draft,
     hidden: jax.Array,
     before: jax.Array,
     logits: jax.Array,
@@ -47,7 +48,9 @@ def candidate_logits(
         states = selector.predecessor_codebook(torch_view(before)) * states
         return states @ selector.successor_codebook(known).T
 
-    pairs = jax_view(draft.module.apply(draft.selector_params, pair_scores))
+    pairs = jax_view(
+        draft.module.apply(draft.arrays(SELECTOR), pair_scores, dtype=draft.dtype)
+    )
     module: Any = draft.module.module
     count = min(module.candidate_selector.top_k, logits.shape[-1])
     least = jax.lax.stop_gradient(jax.lax.top_k(logits, count)[0][..., -1:])

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from torchax_dflash.core import target as target_model
-from torchax_dflash.core.kv_cache import StaticKVCache
-from torchax_dflash.core.target import TargetModel
+from torchax_dflash.core.attention import Attend, Context
+from torchax_dflash.core.kv_cache import KVPool, StaticKVCache
+from torchax_dflash.core.target import Target, forward
 
 NUM_CHOICES = 8
 """Most likely next tokens that are kept of each position."""
@@ -37,7 +36,7 @@ class Thoughts:
 
 @partial(jax.jit, static_argnames=("layer_ids", "num_choices"))
 def think(
-    target: TargetModel,
+    target: Target,
     token_ids: jax.Array,
     lengths: jax.Array,
     *,
@@ -53,16 +52,9 @@ def think(
         layer_ids: layers whose outputs are wanted (static).
         num_choices: C (static).
     """
-    batch, length = token_ids.shape
-    _, logits, features = target_model.forward(
-        target,
-        target.make_pool(num_pages=1, page_size=1),  # nothing is read from it
-        token_ids,
-        block_table=jnp.zeros((batch, 1), jnp.int32),
-        context_lens=jnp.zeros(batch, jnp.int32),
-        block_lens=lengths,
-        layer_ids=layer_ids,
-    )
+    pool, context = _no_context(target, lengths)
+    _, logits, features = forward(target, pool, token_ids, context, layer_ids=layer_ids)
+    length = token_ids.shape[1]
     exists = (jnp.arange(length) < lengths[:, None])[..., None]
     logits = logits.astype(jnp.float32)  # XLA sorts bfloat16 ten times slower on CPUs
     best, choices = jax.lax.top_k(logits, num_choices)
@@ -85,21 +77,15 @@ class _SizeRecorder(StaticKVCache):
     sizes: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
 
     def attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        layer_idx: int,
-        **how: Any,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, how: Attend
     ) -> jax.Array:
-        self.sizes[layer_idx] = (_rms(query), _rms(key))
-        return super().attend(query, key, value, layer_idx=layer_idx, **how)
+        self.sizes[how.layer_idx] = (_rms(query), _rms(key))
+        return super().attend(query, key, value, how)
 
 
 @jax.jit
 def query_key_sizes(
-    target: TargetModel, token_ids: jax.Array, lengths: jax.Array
+    target: Target, token_ids: jax.Array, lengths: jax.Array
 ) -> jax.Array:
     """Median root mean square of each layer's queries and keys, float32 [layers, 2].
 
@@ -108,16 +94,13 @@ def query_key_sizes(
         token_ids: int32 [B, S], padded.
         lengths: int32 [B].
     """
-    batch, length = token_ids.shape
-    cache = _SizeRecorder(
-        pool=target.make_pool(num_pages=1, page_size=1),
-        block_table=jnp.zeros((batch, 1), jnp.int32),
-        context_lens=jnp.zeros(batch, jnp.int32),
-        block_lens=lengths,
-    )
+    pool, context = _no_context(target, lengths)
+    cache = _SizeRecorder(pool=pool, context=context)
+    length = token_ids.shape[1]
     target.module(
         target.params,
         cache,
+        dtype=target.dtype,
         input_ids=token_ids,
         position_ids=jnp.broadcast_to(jnp.arange(length), token_ids.shape),
     )
@@ -148,6 +131,13 @@ def feature_sizes(features: jax.Array, lengths: jax.Array, num_taps: int) -> jax
     by_layer = jnp.where(exists[..., None], by_layer, jnp.nan)
     typical = jnp.nanmedian(by_layer, axis=(0, 1))
     return jnp.repeat(typical, width // num_taps)
+
+
+def _no_context(target: Target, lengths: jax.Array) -> tuple[KVPool, Context]:
+    """A pool that nothing is read from: each sequence is one block of its own."""
+    pool = KVPool.zeros(target.config, num_pages=1, page_size=1, dtype=target.dtype)
+    none = jnp.zeros_like(lengths)
+    return pool, Context(none[:, None], context_lens=none, block_lens=lengths)
 
 
 def _rms(states: jax.Array) -> jax.Array:

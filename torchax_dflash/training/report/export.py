@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_dflash.core.config import config_error
-from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.draft import Draft
 from torchax_dflash.training.data.storage import save_tensors, write_atomically
 
 
 def export(
-    draft: DraftModel,
+    draft: Draft,
     folder: Path,
     *,
     dtype: str = "bfloat16",
@@ -76,7 +76,7 @@ def _published(name: str) -> str:
     return name.removesuffix(".weight") if "codebook" in name else name
 
 
-def refuse_own_vocabulary(draft: DraftModel) -> None:
+def refuse_own_vocabulary(draft: Draft) -> None:
     """Raises ValueError unless a draft borrows its target's embedding and head.
 
     The loss compares over the target's vocabulary and trains neither, and `export`
@@ -91,7 +91,7 @@ def refuse_own_vocabulary(draft: DraftModel) -> None:
         )
 
 
-def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:
+def _config(draft: Draft, dtype: str) -> dict[str, Any]:
     hf_config: Any = draft.module.module.config
     config = json.loads(hf_config.to_json_string(use_diff=True))
     config["num_target_layers"] = draft.config.num_target_layers
@@ -103,7 +103,7 @@ def _config(draft: DraftModel, dtype: str) -> dict[str, Any]:
 
 
 def _speculators_config(
-    draft: DraftModel, config: dict[str, Any], target: str
+    draft: Draft, config: dict[str, Any], target: str
 ) -> dict[str, Any]:
     """The layout that vLLM reads from `speculators` checkpoints.
 

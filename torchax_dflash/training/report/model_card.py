@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from torchax_dflash.core.draft import DraftModel
+from torchax_dflash.core.draft import Draft
 from torchax_dflash.training.data.storage import write_atomically
 from torchax_dflash.training.report.evaluation import Acceptance
 from torchax_dflash.training.run import checkpoint
@@ -34,7 +34,7 @@ class Subject:
         run: folder of the run that made it, or None.
     """
 
-    draft: DraftModel
+    draft: Draft
     draft_folder: Path
     target: str
     target_hash: str

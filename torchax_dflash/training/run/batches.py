@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from torchax_dflash.core.config import config_error
-from torchax_dflash.core.target import TargetModel
+from torchax_dflash.core.target import Target
 from torchax_dflash.training.data.padding import pad, padded_length
 from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.model.feature_store import FeatureStore
@@ -43,7 +43,7 @@ class Batches:
         sequences: Sequence[TokenSequence],
         recipe: Recipe,
         *,
-        target: TargetModel,
+        target: Target,
         layer_ids: tuple[int, ...],
         store: FeatureStore | None,
         mesh: Mesh | None = None,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on several devices: axis "data" for sequences, axis "model" for weights.
 
-Weights of layers lie by the rules of serving (`torchax_dflash.checkpoints.sharding`); embedding and
+Weights of layers lie by the rules of serving (`checkpoints.sharding`); embedding and
 head are split by token where that goes evenly. XLA adds the communication.
 """
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_dflash.checkpoints.sharding import param_sharding
 from torchax_dflash.core.config import DFlashConfig, TargetConfig, config_error
-from torchax_dflash.core.target import TargetModel
+from torchax_dflash.core.target import Target
 from torchax_dflash.training.run.trainer import Frozen, TrainState
 
 DATA, MODEL = "data", "model"
@@ -50,7 +50,7 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(DATA)))
 
 
-def shard_target(target: TargetModel, mesh: Mesh) -> TargetModel:
+def shard_target(target: Target, mesh: Mesh) -> Target:
     """A target laid out over a mesh."""
     linear = target.module.linear_weights
     params = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from torchax_dflash.checkpoints.pretrained import DraftModel
 from torchax_dflash.core.config import config_error
-from torchax_dflash.core.draft import DraftModel
-from torchax_dflash.core.target import TargetModel
+from torchax_dflash.core.target import Target
 from torchax_dflash.training.data.padding import pad
 from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.model.new_draft import new_draft, new_draft_config
@@ -28,7 +28,7 @@ _SAMPLE = 8  # sequences that sizes are measured on
 def starting_draft(
     init: str | Path,
     target_folder: Path,
-    target: TargetModel,
+    target: Target,
     sequences: Sequence[TokenSequence],
     *,
     num_layers: int,
@@ -94,7 +94,7 @@ def starting_draft(
 
 
 def prepare(
-    draft: DraftModel, target: TargetModel, batches: Batches, recipe: Recipe
+    draft: DraftModel, target: Target, batches: Batches, recipe: Recipe
 ) -> tuple[trainer.TrainState, trainer.Frozen]:
     """A state before its first step, and what does not change.
 

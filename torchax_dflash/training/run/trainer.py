@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from torchax_dflash.core.bridge import Params, TorchModule
-from torchax_dflash.core.draft import DraftModel
-from torchax_dflash.core.target import TargetModel
+from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.target import Target
 from torchax_dflash.training.model.loss import Batch, Score, Vocabulary, score
 from torchax_dflash.training.run.recipe import Recipe
 
@@ -55,8 +55,8 @@ class Frozen:
         index: int32 [V], see `Vocabulary`, or None.
     """
 
-    draft: DraftModel
-    target: TargetModel
+    draft: Draft
+    target: Target
     common: jax.Array | None = None
     rare: jax.Array | None = None
     index: jax.Array | None = None
@@ -96,7 +96,7 @@ def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def start(draft: DraftModel, feature_scale: jax.Array, recipe: Recipe) -> TrainState:
+def start(draft: Draft, feature_scale: jax.Array, recipe: Recipe) -> TrainState:
     """The state before the first step, from a draft's weights as they are."""
     params = {
         name: jnp.array(array.T if name in draft.module.linear_weights else array)
@@ -113,7 +113,7 @@ def start(draft: DraftModel, feature_scale: jax.Array, recipe: Recipe) -> TrainS
     )
 
 
-def frozen_part(draft: DraftModel) -> DraftModel:
+def frozen_part(draft: Draft) -> Draft:
     """The draft without the weights that are trained; linear ones as in PyTorch.
 
     XLA's CPU backend multiplies bfloat16 fast in all three products of a linear layer
@@ -127,7 +127,7 @@ def frozen_part(draft: DraftModel) -> DraftModel:
     )
 
 
-def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> DraftModel:
+def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> Draft:
     """The draft with averaged weights, still with linear ones as in PyTorch.
 
     While training, features are divided by their typical size, so that each input of
@@ -135,7 +135,8 @@ def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> DraftModel:
     """
     params = state.average | {FC: state.average[FC] / state.feature_scale}
     params = {name: array.astype(dtype) for name, array in params.items()}
-    return replace(frozen.draft, params=params | frozen.draft.plain_params)
+    params |= frozen.draft.plain_params
+    return replace(frozen.draft, params=params, dtype=jnp.dtype(dtype))
 
 
 @functools.cache
@@ -144,7 +145,7 @@ def _as_in_pytorch(module: TorchModule) -> TorchModule:
     return replace(module, linear_weights=frozenset())
 
 
-def _trainable(draft: DraftModel) -> Params:
+def _trainable(draft: Draft) -> Params:
     names = {name for name, _ in draft.module.module.named_parameters()}
     return {name: a for name, a in draft.plain_params.items() if name in names}
 
@@ -178,7 +179,8 @@ def train_step(
 
     def loss(params: Params) -> tuple[jax.Array, Score]:
         params = {name: p.astype(recipe.dtype) for name, p in params.items()}
-        draft = replace(frozen.draft, params=params | frozen.draft.plain_params)
+        params |= frozen.draft.plain_params
+        draft = replace(frozen.draft, params=params, dtype=jnp.dtype(recipe.dtype))
         result = score(
             draft,
             frozen.target,

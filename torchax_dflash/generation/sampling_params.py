@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How to continue a prompt. Imports neither torch nor JAX, so that it costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchax_dflash.core.config import config_error
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. Names and meanings are vLLM's, but for the defaults.
+
+    Attributes:
+        max_tokens: most new tokens.
+        temperature: 0 takes the likeliest token, 1 draws as the target says.
+        top_k: draw among the k likeliest tokens only; 0 for all.
+        top_p: draw among the likeliest tokens that together reach p.
+        min_p: draw among tokens at least this fraction of the likeliest.
+        seed: the same seed gives the same output, whatever else runs; None for another
+            one each time.
+        repetition_penalty: above 1, tokens of prompt and output become less likely.
+        presence_penalty: above 0, tokens of the output become less likely.
+        frequency_penalty: the same, for each time they are there.
+        logprobs: give the log-probability of each output token.
+        stop: texts that end the output; they are no part of its text, though their
+            tokens are of its tokens. One alone may be given as it is.
+        stop_token_ids: tokens that end the output, besides the target's EOS; they are
+            part of it.
+        ignore_eos: go on after the target's EOS.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: bool = False
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop`, always as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def of_each(self, count: int) -> list[SamplingParams]:
+        """For several prompts: the same, but with seeds that follow each other."""
+        self.check()
+        if self.seed is None:
+            return [self] * count
+        return [replace(self, seed=(self.seed + i) % 2**32) for i in range(count)]
+
+    def check(self) -> None:
+        """Raises ValueError if a field is out of its range."""
+        for name, expected, is_good, remedy in (
+            ("max_tokens", "at least 1", self.max_tokens >= 1, "Ask for a token."),
+            ("temperature", "at least 0", self.temperature >= 0, "0 is greedy."),
+            ("top_k", "at least 0", self.top_k >= 0, "0 keeps all tokens."),
+            ("top_p", "above 0, up to 1", 0 < self.top_p <= 1, "1 keeps all tokens."),
+            ("min_p", "0 to 1", 0 <= self.min_p <= 1, "0 keeps all tokens."),
+            (
+                "repetition_penalty",
+                "above 0",
+                self.repetition_penalty > 0,
+                "1 changes nothing.",
+            ),
+            (
+                "presence_penalty",
+                "-2 to 2",
+                -2 <= self.presence_penalty <= 2,
+                "0 changes nothing.",
+            ),
+            (
+                "frequency_penalty",
+                "-2 to 2",
+                -2 <= self.frequency_penalty <= 2,
+                "0 changes nothing.",
+            ),
+            (
+                "seed",
+                "None or 0 to 4294967295",
+                self.seed is None or 0 <= self.seed < 2**32,
+                "Choose another.",
+            ),
+        ):
+            if not is_good:
+                raise config_error(name, expected, vars(self)[name], remedy)
