@@ -134,7 +134,7 @@ def verify_variants(target: TargetModel, draft: DraftModel) -> Variants:
     step = jax.jit(forward, donate_argnames="pool", static_argnames="layer_ids")
 
     def variant(rows: int) -> Callable[[], float]:
-        pool = KVPool.zeros(
+        pool = KVPool.allocate(
             target.config, num_pages=2, page_size=128, dtype=target.dtype
         )
 

@@ -53,7 +53,7 @@ class Ours:
     def __init__(self, draft: DraftModel, batch: int, garbage: float = np.nan):
         self.draft = draft
         num_pages = batch * PAGES_PER_ROW + 3
-        pool = KVPool.zeros(
+        pool = KVPool.allocate(
             draft.config, num_pages=num_pages, page_size=PAGE_SIZE, dtype=draft.dtype
         )
         self.pool: KVPool = jax.tree.map(lambda x: jnp.full_like(x, garbage), pool)
@@ -262,7 +262,7 @@ def test_a_shorter_block_in_a_longer_program_equals_a_short_block(module):
 def test_ingest_compiles_to_context_projections_only(module):
     """Nothing but the context's projections is computed over its rows."""
     draft = DraftModel.from_torch(module)
-    pool = KVPool.zeros(draft.config, num_pages=8, page_size=16, dtype=draft.dtype)
+    pool = KVPool.allocate(draft.config, num_pages=8, page_size=16, dtype=draft.dtype)
     rows = 64
     arguments = (
         jnp.zeros((rows, draft.config.feature_size)),

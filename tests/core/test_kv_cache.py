@@ -19,7 +19,7 @@ CONFIG = TargetConfig(
 
 
 def empty_pool() -> KVPool:
-    return KVPool.zeros(
+    return KVPool.allocate(
         CONFIG,
         num_pages=PAGES,
         page_size=PAGE_SIZE,

@@ -29,7 +29,7 @@ LAYER_IDS = (0, 2, TARGET_LAYERS - 1)  # the last one is normalised in HF's stat
 
 def run_in_blocks(target, prompt, sizes, *, garbage=np.nan):
     """Feeds a prompt in padded blocks; returns all logits and hidden states."""
-    pool = KVPool.zeros(target.config, num_pages=8, page_size=16, dtype=target.dtype)
+    pool = KVPool.allocate(target.config, num_pages=8, page_size=16, dtype=target.dtype)
     pool = jax.tree.map(lambda x: jnp.full_like(x, garbage), pool)
     table = jnp.array([[5, 2, 7, 0]])
     logits, states, start = [], [], 0

@@ -24,7 +24,7 @@ PAGES, PAGE_SIZE, BLOCK = 32, 4, 6
 
 
 def empty_pool(draft: DraftModel, sharding) -> KVPool:
-    return KVPool.zeros(
+    return KVPool.allocate(
         draft.config,
         num_pages=PAGES,
         page_size=PAGE_SIZE,

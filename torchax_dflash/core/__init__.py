@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft as JAX programs: cache, attention, the bridge to torchax, drafting, accept.
+"""The draft as JAX programs. No files, no requests, no host loop.
 
-No files, no requests and no host loop: see `checkpoints` and `generation` for those.
+    accept         which drafts stand, and the token after them
+    drafting       from an anchor to draft tokens
+    draft          the draft; `ingest`: aux hidden states -> K/V rows in its pool
+    target         the offline target; `forward`: one causal pass over new rows
+    sampling       from logits to probabilities to tokens
+    vocabulary     embedding and head: the target's, or the draft's own
+    kv_cache       the paged pool, and the cache object that PyTorch modules see
+    bridge         an unmodified PyTorch module inside a JAX trace
+    attention      which key a query sees; a block's attention over pages and itself
+    int8           weights in a byte each
+    draft_weights  the names of a draft's weights, and what follows from them
+    config         what configs of checkpoints say, checked
+
+A module imports only what stands below it here (import-linter holds this).
 """

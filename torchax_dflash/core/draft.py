@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from torchax_dflash.core.bridge import Params, TorchModule
 from torchax_dflash.core.config import DFlashConfig, config_error
 from torchax_dflash.core.int8 import Int8Weight, MaybeQuantized
-from torchax_dflash.core.kv_cache import KVPool, StaticKVCache
+from torchax_dflash.core.kv_cache import KVPool, StaticKVCache, slot_mapping_of
 from torchax_dflash.core.vocabulary import OwnVocabulary
 
 
@@ -109,3 +109,36 @@ def ingest(
         position_ids=jnp.pad(positions, (0, rows))[None],
     )
     return cache.pool.constrained()
+
+
+def ingest_rows(
+    draft: Draft,
+    pool: KVPool,
+    aux_hidden_states: jax.Array,
+    block_table: jax.Array,
+    *,
+    first: jax.Array,
+    count: jax.Array,
+) -> KVPool:
+    """As `ingest`, of a batch: each request's first `count` rows, from `first` on.
+
+    Args:
+        draft: the model.
+        pool: its cache; donate it.
+        aux_hidden_states: [B, R, F].
+        block_table: int32 [B, pages].
+        first: int32 [B], position of each request's first row.
+        count: int32 [B], rows that count; the others are padding.
+    """
+    batch, rows, width = aux_hidden_states.shape
+    positions = first[:, None] + jnp.arange(rows)
+    slot_mapping = slot_mapping_of(
+        pool, block_table, positions, jnp.arange(rows) < count[:, None]
+    )
+    return ingest(
+        draft,
+        pool,
+        aux_hidden_states.reshape(batch * rows, width),
+        positions.reshape(-1),
+        slot_mapping.reshape(-1),
+    )

@@ -45,7 +45,7 @@ class KVPool:
     sharding: NamedSharding | None = field(default=None, metadata={"static": True})
 
     @classmethod
-    def zeros(
+    def allocate(
         cls,
         config: DFlashConfig | TargetConfig,
         *,

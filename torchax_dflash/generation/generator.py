@@ -152,34 +152,13 @@ class Generator:
 
         Close it to end the run early.
         """
-        if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
-            raise config_error(
-                "prompts",
-                "a list of prompts, each a text or a list of token ids",
-                prompts,
-                "Put the one prompt into a list.",
-            )
-        params = params or SamplingParams()
-        if isinstance(params, SamplingParams):
-            params = params.of_each(len(prompts))
-        if len(params) != len(prompts):
-            raise config_error(
-                "params",
-                f"one, or one for each of {len(prompts)} prompts",
-                len(params),
-                "Give as many as prompts.",
-            )
-        requests = [
-            Request.make(
-                index,
-                prompt,
-                params[index],
-                target=self.target.config,
-                tokenizer=self.tokenizer,
-                max_model_len=self.max_model_len,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        requests = Request.make_all(
+            prompts,
+            params,
+            target=self.target.config,
+            tokenizer=self.tokenizer,
+            max_model_len=self.max_model_len,
+        )
         self._refuse_while_running()
         return self._run(requests)
 

@@ -13,12 +13,11 @@ import numpy as np
 
 from torchax_dflash.core.accept import accept_block
 from torchax_dflash.core.attention import Context
-from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft import Draft, ingest_rows
 from torchax_dflash.core.sampling import SamplingState
 from torchax_dflash.core.target import Target, forward
 from torchax_dflash.generation.request import Request
 from torchax_dflash.generation.state import DecodeState
-from torchax_dflash.generation.step import ingest_rows
 
 CHUNK_SIZES = (16, 64, 256)
 """Rows of a prefill program; prompts are cut into these."""

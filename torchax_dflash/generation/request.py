@@ -90,6 +90,50 @@ class Request:
             stream=TextStream(tokenizer, params.stop_texts) if tokenizer else None,
         )
 
+    @classmethod
+    def make_all(
+        cls,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        target: TargetConfig,
+        tokenizer: Any,
+        max_model_len: int,
+    ) -> list[Request]:
+        """Checks all prompts of a call, with one `params` for all or one for each.
+
+        Raises:
+            ValueError: one of them cannot be served.
+        """
+        if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
+            raise config_error(
+                "prompts",
+                "a list of prompts, each a text or a list of token ids",
+                prompts,
+                "Put the one prompt into a list.",
+            )
+        params = params or SamplingParams()
+        if isinstance(params, SamplingParams):
+            params = params.of_each(len(prompts))
+        if len(params) != len(prompts):
+            raise config_error(
+                "params",
+                f"one, or one for each of {len(prompts)} prompts",
+                len(params),
+                "Give as many as prompts.",
+            )
+        return [
+            cls.make(
+                index,
+                prompt,
+                params[index],
+                target=target,
+                tokenizer=tokenizer,
+                max_model_len=max_model_len,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
     def add(
         self,
         token_ids: list[int],

@@ -73,7 +73,7 @@ class DecodeState:
         num_pages = batch_size * pages
 
         def pool_of(model: Target | Draft) -> KVPool:
-            return KVPool.zeros(
+            return KVPool.allocate(
                 model.config,
                 num_pages=num_pages,
                 page_size=page_size,

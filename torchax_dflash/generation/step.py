@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from torchax_dflash.core.accept import accept_block
-from torchax_dflash.core.draft import Draft, ingest
+from torchax_dflash.core.draft import Draft, ingest_rows
 from torchax_dflash.core.drafting import draft_tokens, draw_draft_tokens
-from torchax_dflash.core.kv_cache import KVPool, slot_mapping_of
 from torchax_dflash.core.target import Target, forward
 from torchax_dflash.generation.state import DecodeState, Steps
 
@@ -125,30 +124,6 @@ def decode(
 
     _, state, steps = jax.lax.while_loop(more, body, (0, state, steps))
     return state, steps
-
-
-def ingest_rows(
-    draft: Draft,
-    pool: KVPool,
-    aux_hidden_states: jax.Array,
-    block_table: jax.Array,
-    *,
-    first: jax.Array,
-    count: jax.Array,
-) -> KVPool:
-    """Ingests the first `count` rows of [B, R, F], which begin at position `first`."""
-    batch, rows, width = aux_hidden_states.shape
-    positions = first[:, None] + jnp.arange(rows)
-    slot_mapping = slot_mapping_of(
-        pool, block_table, positions, jnp.arange(rows) < count[:, None]
-    )
-    return ingest(
-        draft,
-        pool,
-        aux_hidden_states.reshape(batch * rows, width),
-        positions.reshape(-1),
-        slot_mapping.reshape(-1),
-    )
 
 
 def _no_drafts(state: DecodeState) -> jax.Array:

@@ -121,7 +121,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         return sum(map(math.prod, shares)) * self.draft.dtype.itemsize * self.mesh.size
 
     def _make_pool(self, num_pages: int, page_size: int) -> KVPool:
-        return KVPool.zeros(
+        return KVPool.allocate(
             self.draft.config,
             num_pages=num_pages,
             page_size=page_size,

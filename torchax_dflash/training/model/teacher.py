@@ -135,7 +135,7 @@ def feature_sizes(features: jax.Array, lengths: jax.Array, num_taps: int) -> jax
 
 def _no_context(target: Target, lengths: jax.Array) -> tuple[KVPool, Context]:
     """A pool that nothing is read from: each sequence is one block of its own."""
-    pool = KVPool.zeros(target.config, num_pages=1, page_size=1, dtype=target.dtype)
+    pool = KVPool.allocate(target.config, num_pages=1, page_size=1, dtype=target.dtype)
     none = jnp.zeros_like(lengths)
     return pool, Context(none[:, None], context_lens=none, block_lens=lengths)
 
