@@ -10,4 +10,6 @@
     build         the module's class, constructed without weights
     speculators   configs of the `speculators` library
     weights       tensors by the names of the module they are for
+
+Imports go downwards in this list (import-linter holds this).
 """

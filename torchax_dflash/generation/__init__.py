@@ -11,4 +11,6 @@
     sampling_params  how to continue a prompt (no torch, no JAX)
     outputs          what comes back
     stats            seconds, tokens, compilations
+
+Imports go downwards in this list (import-linter holds this).
 """
