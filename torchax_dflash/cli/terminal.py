@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generate.py shows in a terminal: progress, text as it comes, a report.
+"""What the command shows in a terminal: progress, text as it comes, a report.
 
 Answers go to stdout (`screen`), everything else to stderr (`notes`).
 """
