@@ -10,20 +10,22 @@ SERVING := .venv-serving/bin
 TWICE := -n 2 --dist loadfile
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-serving serve train bench lint format clean
+.PHONY: demo test test-all test-serving serve train bench picture docs lint format clean help
 
-demo: .venv/.installed  ## answer a question with DFlash, and compare with plain decoding
-	@$(BIN)/python examples/generate.py --compare
+demo: .venv/.installed-demo  ## answer a question with DFlash, and compare with plain decoding
+	@$(BIN)/torchax-dflash generate --compare
 
 test: .venv/.installed-dev  ## the tests of everything but serving
+	@$(BIN)/python -m pytest -m 'not vllm and not slow' $(TWICE)
+
+test-all: .venv/.installed-dev  ## with those that take long
 	@$(BIN)/python -m pytest -m 'not vllm' $(TWICE)
 
 test-serving: .venv-serving/.installed  ## the tests of serving, on the real vLLM
-	@$(SERVING)/python -m pytest -m vllm $(TWICE) \
-		tests/serving
+	@$(SERVING)/python -m pytest -m vllm $(TWICE) tests/serving
 
 serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pair, on this CPU
-	@target=$$($(SERVING)/python -c 'from torchax_dflash.checkpoints.demo import demo_target as d; print(d())') && \
+	@target=$$($(SERVING)/python -c 'import torchax_dflash as t; print(t.demo_target())') && \
 	JAX_PLATFORMS=cpu MODEL_IMPL_TYPE=vllm \
 	SKIP_JAX_PRECOMPILE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
 	$(SERVING)/vllm serve "$$target" --served-model-name smollm2 --dtype float32 \
@@ -31,27 +33,37 @@ serve: .venv-serving/.installed  ## an OpenAI-compatible server with the demo pa
 		--max-num-batched-tokens 128 --speculative-config \
 		'{"method": "dflash", "model": "examples/smollm2-135m-dflash", "num_speculative_tokens": 3}'
 
-RUN := runs/SmolLM2-135M-Instruct
-train: .venv/.installed-train  ## train the demo draft further, for hours; after Ctrl-C, again to go on
-	$(BIN)/python scripts/train_draft.py generate --store-features
-	$(BIN)/python scripts/train_draft.py train
-	$(BIN)/python scripts/train_draft.py evaluate --draft $(RUN)/run/draft --run $(RUN)/run
+TRAIN := $(BIN)/torchax-dflash train
+RUN := runs/SmolLM2-135M-Instruct/run
+train: .venv/.installed-demo,train  ## train the demo draft further, for hours; after Ctrl-C, again to go on
+	$(TRAIN) generate --store-features
+	$(TRAIN) run
+	$(TRAIN) evaluate --draft $(RUN)/draft --run $(RUN)
 
 bench: .venv/.installed-dev  ## the figures of the README, on this machine
 	@$(BIN)/python scripts/benchmark.py
 
-lint: .venv/.installed-dev  ## everything CI checks besides the tests
+picture: .venv/.installed-demo  ## docs/demo.svg: what `make demo` shows
+	$(BIN)/python scripts/demo_picture.py
+
+docs: .venv/.installed-docs  ## the documentation, into build/site
+	$(BIN)/mkdocs build --strict
+
+lint: .venv/.installed-dev  ## everything CI checks besides tests and documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	PYTHONPATH=. $(BIN)/lint-imports
 
-format: .venv/.installed-dev
+format: .venv/.installed-dev  ## what ruff can put right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:
-	rm -rf .venv .venv-serving
+clean:  ## remove both environments and what was built
+	rm -rf .venv .venv-serving build dist
+
+help:  ## these lines
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-14s%s\n", $$1, $$2 }' Makefile
 
 .venv/bin/python .venv-serving/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or newer is needed; none was found."; \
@@ -59,20 +71,12 @@ clean:
 	$(PYTHON) -m venv $(@D)/..
 	$@ -m pip install --quiet --upgrade pip
 
-.venv/.installed: .venv/bin/python pyproject.toml
+.venv/.installed-%: .venv/bin/python pyproject.toml
 	@echo "Installing into .venv (the first time: several minutes, about 6 GB, mostly torch)"
-	$(BIN)/python -m pip install --quiet --editable .
-	@touch $@
-
-.venv/.installed-train: .venv/.installed pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[train]'
-	@touch $@
-
-.venv/.installed-dev: .venv/.installed pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
 .venv-serving/.installed: .venv-serving/bin/python pyproject.toml
 	@echo "Installing vLLM into .venv-serving (the first time: several minutes, about 11 GB)"
-	$(SERVING)/python -m pip install --quiet --editable '.[vllm]' pytest pytest-timeout pytest-xdist
+	$(SERVING)/python -m pip install --quiet --editable '.[vllm,demo]' pytest pytest-timeout pytest-xdist
 	@touch $@

@@ -8,8 +8,9 @@
     requirements.py  what the package's metadata asks for
     probe.py         what `doctor` asks a process of its own
 
-A subcommand is a module with `add_arguments(parser)` and `run(arguments) -> status`. It is
-imported when it is the one asked for, so `--help` and `--version` need no torch or JAX.
+A subcommand is a module with `add_arguments(parser)` and `run(arguments) -> status`.
+It is imported when it is the one asked for, and imports torch and JAX when it runs, so
+`--help` and `--version` are fast.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ COMMANDS = {
 }
 
 _DESCRIPTION = """\
-Speculative decoding with DFlash: a small model drafts a block of tokens in one pass, the
-target verifies it in one pass, and the output is the target's own. The drafts are the
-original PyTorch modules, run as JAX programs.
+Speculative decoding with DFlash: a small model drafts a block of tokens in one pass,
+the target verifies it in one pass, and the output is the target's own. The drafts are
+the original PyTorch modules, run as JAX programs.
 """
 
 _EPILOG = """\
@@ -45,8 +46,8 @@ Examples:
   torchax-dflash COMMAND --help
       everything that a command can do
 
-In Python, start with `from torchax_dflash import Generator`. vLLM on TPUs finds its plugin
-by itself once this package is installed beside it; `torchax-dflash doctor` says whether.
+In Python, start with `from torchax_dflash import Generator`. vLLM on TPUs finds its
+plugin by itself where this package is installed; `torchax-dflash doctor` says whether.
 """
 
 
@@ -91,9 +92,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, help="print it and exit")
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True
-    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(
             name,

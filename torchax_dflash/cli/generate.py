@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer prompts with DFlash speculative decoding, offline.
+r"""Answer prompts with DFlash speculative decoding, offline.
 
-Without arguments it answers a sample question with the demo pair: SmolLM2-135M-Instruct,
-which is fetched once, and the draft that comes with this package. In a terminal, tokens
-that came from accepted drafts are green, the target's own are plain.
+Without arguments it answers a sample question with the demo pair:
+SmolLM2-135M-Instruct, which is fetched once, and the draft that comes with this
+package. In a terminal, tokens that came from accepted drafts are green, the target's
+own are plain.
 
 Examples:
   torchax-dflash generate --compare
   torchax-dflash generate "Write a haiku about rivers." --max-tokens 64
-  torchax-dflash generate --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 \\
+  torchax-dflash generate --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 \
       --dtype bfloat16 "Why is the sky blue?"
   torchax-dflash generate "2 + 2 =" "3 + 3 =" --no-chat --json
 """
@@ -191,9 +192,7 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     return params
 
 
-def load(
-    arguments: argparse.Namespace, folder: Path
-) -> tuple[TargetModel, DraftModel]:
+def load(arguments: argparse.Namespace, folder: Path) -> tuple[TargetModel, DraftModel]:
     """The target in `folder`, and the draft."""
     from torchax_dflash.cli.terminal import progress_bar
 

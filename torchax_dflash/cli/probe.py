@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports what `generate` needs and asks JAX for its devices, for `doctor`.
 
-A process of its own: neither a crash nor a hang of a native library, nor a TPU that
-another process holds, takes `doctor` with it, and the devices are free again afterwards.
-The last line on stdout is one JSON object.
+It runs in a process of its own, so that `doctor` survives a native library that crashes
+or hangs, and holds no device. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def probe() -> dict[str, Any]:
             devices = [str(device) for device in jax.devices()]
             backend = jax.default_backend()
         except RuntimeError as error:
-            errors["JAX's devices"] = _line(error)
+            errors["JAX"] = _line(error)
     return {"backend": backend, "devices": devices, "errors": errors}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package's metadata (that is, pyproject.toml) requires, and what is there."""
+"""What this package's metadata (made of pyproject.toml) requires, and what is there."""
 
 from __future__ import annotations
 
