@@ -4,23 +4,24 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
-import threading
+import time
 import tomllib
 import zipfile
-from _thread import interrupt_main
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import pytest
 
 import torchax_dflash
 from torchax_dflash import cli
 from torchax_dflash.checkpoints.demo import demo_draft
-from torchax_dflash.cli import generate
+from torchax_dflash.cli.diagnosis import diagnose, plugin_state
+from torchax_dflash.cli.doctor import show
 from torchax_dflash.cli.requirements import remedy_for
-from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,10 +69,6 @@ def test_the_version_is_that_of_pyproject():
     assert torchax_dflash.__version__ == project["version"]
 
 
-def test_the_choices_of_generate_are_those_of_the_generator():
-    assert generate.DRAFT_SAMPLE_METHODS == DRAFT_SAMPLE_METHODS
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -88,15 +85,26 @@ def test_an_error_is_one_line(capsys, arguments, message):
     assert captured.err.count("\n") == 1
 
 
-def test_ctrl_c_is_no_traceback(capsys):
-    """While `doctor` waits for another process."""
-    timer = threading.Timer(1, interrupt_main)
-    timer.start()
-    try:
-        assert cli.main(["doctor"]) == 130
-    finally:
-        timer.cancel()
-    assert capsys.readouterr().err.strip().endswith("interrupted")
+def test_ctrl_c_is_no_traceback():
+    """While `doctor` waits for another process, which gets it, too."""
+    code = (
+        "import sys; from torchax_dflash.cli import main; "
+        "print('ready', flush=True); sys.exit(main(['doctor']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, notes = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert notes.strip() == "interrupted"
 
 
 def test_without_the_extra_demo_one_line_names_it(monkeypatch, tmp_path, capsys):
@@ -118,24 +126,17 @@ def test_a_missing_package_is_named_with_its_extra():
     assert remedy_for("no_such_package") is None
 
 
-def diagnosis(capsys, *, status: int) -> dict:
-    capsys.readouterr()
-    assert cli.main(["doctor", "--json"]) == status
-    return json.loads(capsys.readouterr().out)
-
-
 def test_doctor_of_a_sound_installation(capsys):
-    found = diagnosis(capsys, status=0)
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["generate_works"]
-    assert not [problem for problem in found["problems"] if problem["stops_generate"]]
     versions = {package["name"]: package["installed"] for package in found["packages"]}
-    assert versions["jax"] == metadata.version("jax")
-    assert versions["torchax"] == metadata.version("torchax")
+    for name in ("torch", "torchax", "jax", "jaxlib", "transformers", "dflash"):
+        assert versions[name] == metadata.version(name)
     assert found["version"] == torchax_dflash.__version__
     assert found["jax"]["backend"] == "cpu"
+    assert len(found["jax"]["devices"]) == jax.device_count()
     assert found["demo_draft"] == str(demo_draft())
-    assert cli.main(["doctor"]) == 0
-    assert "generate can run" in capsys.readouterr().out
 
 
 def test_doctor_names_what_is_wrong(monkeypatch, tmp_path, capsys):
@@ -144,28 +145,35 @@ def test_doctor_names_what_is_wrong(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
     monkeypatch.setenv("TORCHAX_DFLASH_DISABLE", "1")
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
-    found = diagnosis(capsys, status=1)
+    found = diagnose()
     problems = {
-        problem["message"].partition(":")[0]: problem for problem in found["problems"]
+        problem.message.partition(":")[0]: problem for problem in found.problems
     }
-    assert "no_such_platform" in problems["JAX"]["message"]
-    assert problems["JAX"]["stops_generate"]
-    assert problems[str(no_folder / "torchax-dflash")]["stops_generate"]
+    assert "no_such_platform" in problems["JAX"].message
+    assert problems["JAX"].stops_generate
+    assert problems[str(no_folder / "torchax-dflash")].stops_generate
     disabled = problems["TORCHAX_DFLASH_DISABLE"]
-    assert disabled["remedy"].startswith("Unset TORCHAX_DFLASH_DISABLE")
-    assert not disabled["stops_generate"]
-    assert found["plugin"]["platform"] is None
-    assert cli.main(["doctor"]) == 1
+    assert disabled.remedy.startswith("Unset TORCHAX_DFLASH_DISABLE")
+    assert not disabled.stops_generate
+    assert found.plugin.platform is None
+    assert not found.generate_works
+
+    show(found)
     shown = capsys.readouterr().out
-    for problem in found["problems"]:
-        assert f"{problem['message']} {problem['remedy']}" in shown
+    for problem in found.problems:
+        assert f"{problem.message} {problem.remedy}\n" in shown
     assert "generate will not run" in shown
 
 
-def test_doctor_knows_what_vllm_makes_of_the_plugin(monkeypatch, capsys):
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    (problem,) = diagnosis(capsys, status=0)["problems"]
-    assert problem["message"].startswith("VLLM_PLUGINS: ")
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("VLLM_PLUGINS", "another,third"), ("VLLM_TARGET_DEVICE", "cpu")],
+)
+def test_doctor_knows_what_keeps_the_plugin_from_vllm(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    problems = []
+    assert plugin_state(problems).platform is None
+    assert [problem.message.partition(":")[0] for problem in problems] == [variable]
 
 
 @pytest.mark.smollm2

@@ -2,11 +2,12 @@
 """The command `torchax-dflash`: its subcommands, and how any of them fails.
 
     generate.py      answers prompts
+    terminal.py      shows them, and a report
     train.py         trains a draft
-    doctor.py        what is installed, and what is wrong with it
-    terminal.py      what `generate` shows
-    requirements.py  what the package's metadata asks for
-    probe.py         what `doctor` asks a process of its own
+    doctor.py        says what is installed, and what is wrong
+    diagnosis.py     finds that out, as findings.py describes it
+    requirements.py  what our metadata requires
+    probe.py         imports and devices, tried in a process of its own
 
 A subcommand is a module with `add_arguments(parser)` and `run(arguments) -> status`.
 It is imported when it is the one asked for, and imports torch and JAX when it runs, so

@@ -8,12 +8,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from torchax_dflash import serving
 from torchax_dflash.checkpoints import demo
+from torchax_dflash.cli.findings import (
+    Cache,
+    Devices,
+    Diagnosis,
+    Package,
+    Plugin,
+    Problem,
+)
 from torchax_dflash.cli.requirements import (
     PACKAGE,
     installed_version,
@@ -23,75 +30,6 @@ from torchax_dflash.serving.plugin.versions import TESTED
 
 _PROBE_SECONDS = 300
 _GROUP, _ENTRY = "vllm.platform_plugins", "torchax_dflash"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that is wrong.
-
-    Attributes:
-        message: what, what was expected, and what was found.
-        remedy: what to do about it.
-        stops_generate: `generate` will fail, at least without further options.
-    """
-
-    message: str
-    remedy: str
-    stops_generate: bool = False
-
-
-@dataclass(frozen=True)
-class Package:
-    """An installed version beside those that are required, "" for any."""
-
-    name: str
-    installed: str | None
-    required: str
-    fits: bool
-
-
-@dataclass(frozen=True)
-class Devices:
-    """What JAX runs on; no backend if it does not start."""
-
-    backend: str | None
-    devices: list[str]
-
-
-@dataclass(frozen=True)
-class Plugin:
-    """How vLLM sees this package; `platform` is the class that it will use."""
-
-    vllm: str | None
-    has_entry_point: bool
-    platform: str | None
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A folder of things that can be made again; it need not exist yet."""
-
-    name: str
-    folder: str
-    num_bytes: int
-    is_writable: bool
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Everything that `doctor` says."""
-
-    version: str | None
-    python: str
-    executable: str
-    packages: list[Package]
-    jax: Devices
-    plugin: Plugin
-    caches: list[Cache]
-    demo_target: str | None
-    demo_draft: str | None
-    problems: list[Problem]
-    generate_works: bool
 
 
 def diagnose() -> Diagnosis:
@@ -107,7 +45,7 @@ def diagnose() -> Diagnosis:
         )
     packages = _packages(problems)
     jax = _devices(problems)
-    plugin = _plugin(problems)
+    plugin = plugin_state(problems)
     target, draft = _demo_pair(problems)
     return Diagnosis(
         version=version,
@@ -207,8 +145,12 @@ def _devices(problems: list[Problem]) -> Devices:
     return Devices(report["backend"], report["devices"])
 
 
-def _plugin(problems: list[Problem]) -> Plugin:
-    """What vLLM's `resolve_current_platform_cls_qualname` will make of our plugin."""
+def plugin_state(problems: list[Problem]) -> Plugin:
+    """What vLLM's `resolve_current_platform_cls_qualname` will make of our plugin.
+
+    Args:
+        problems: grows by what keeps it switched off.
+    """
     vllm = installed_version("vllm-tpu", "vllm")
     has_entry_point = bool(metadata.entry_points(group=_GROUP, name=_ENTRY))
     platform = serving.platform_plugin() if vllm and has_entry_point else None

@@ -15,7 +15,8 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from torchax_dflash.cli.diagnosis import Diagnosis, diagnose
+from torchax_dflash.cli.diagnosis import diagnose
+from torchax_dflash.cli.findings import Diagnosis
 from torchax_dflash.cli.terminal import progress_bar, screen
 
 

@@ -29,6 +29,7 @@ from torchax_dflash.checkpoints.demo import (
     demo_draft,
     demo_target,
 )
+from torchax_dflash.generation.sampling_params import DRAFT_SAMPLE_METHODS
 
 if TYPE_CHECKING:
     from torchax_dflash import (
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     )
 
 DEMO_PROMPT = "Write a Python function that computes the average of a list of numbers."
-DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 MAX_BATCH = 8
 
 

@@ -35,22 +35,24 @@ class Required:
 
 
 def required_packages() -> list[Required]:
-    """Everything that is required, packages without an extra first.
+    """Each package that is required, those without an extra first.
+
+    One that several extras ask for is listed once, under an extra for users.
 
     Raises:
         PackageNotFoundError: this package is not installed.
     """
     extras = metadata.metadata(PACKAGE).get_all("Provides-Extra") or []
-    found = []
-    for line in metadata.requires(PACKAGE) or []:
-        requirement = Requirement(line)
-        marker = requirement.marker
-        for extra in ["", *extras]:
+    extras.sort(key="dev".__eq__)  # last: it repeats others
+    found: dict[str, Required] = {}
+    for extra in ["", *extras]:
+        for line in metadata.requires(PACKAGE) or []:
+            requirement = Requirement(line)
+            marker = requirement.marker
             if marker is None or marker.evaluate({"extra": extra}):
                 name = canonicalize_name(requirement.name)
-                found.append(Required(name, requirement.specifier, extra))
-                break
-    return sorted(found, key=lambda required: bool(required.extra))
+                found.setdefault(name, Required(name, requirement.specifier, extra))
+    return list(found.values())
 
 
 def installed_version(*names: str) -> str | None:

@@ -22,9 +22,11 @@ notes = Console(stderr=True, highlight=False)
 
 
 def progress_bar() -> Progress:
-    """A transient line on stderr."""
+    """A line on stderr that is gone at the end; nothing where that is no terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=notes, transient=True)
+    return Progress(
+        *columns, console=notes, transient=True, disable=not notes.is_terminal
+    )
 
 
 def warm_up(generator: Generator, what: str) -> None:

@@ -9,9 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
-"""How drafts of sampled requests come: the likeliest tokens, or drawn ones."""
-
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy decoding."""
 

@@ -18,12 +18,14 @@ import numpy as np
 
 from torchax_dflash.core.config import config_error
 from torchax_dflash.core.draft import Draft
-from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
 from torchax_dflash.core.target import Target
 from torchax_dflash.generation.outputs import GenerationOutput, StreamEvent
 from torchax_dflash.generation.prefill import CHUNK_SIZES, Chunk, chunk_sizes, prefill
 from torchax_dflash.generation.request import Prompt, Request
-from torchax_dflash.generation.sampling_params import SamplingParams
+from torchax_dflash.generation.sampling_params import (
+    DRAFT_SAMPLE_METHODS,
+    SamplingParams,
+)
 from torchax_dflash.generation.state import PAGE_SIZE, DecodeState, Steps
 from torchax_dflash.generation.stats import RunStats, compilations
 from torchax_dflash.generation.step import decode

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from torchax_dflash.core.config import config_error
 
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+"""How drafts of sampled requests come: the likeliest tokens, or drawn ones."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:

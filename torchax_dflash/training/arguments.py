@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from torchax_dflash.checkpoints.demo import DEMO_TARGET
 from torchax_dflash.core.config import config_error
-from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
+from torchax_dflash.generation.sampling_params import DRAFT_SAMPLE_METHODS
 from torchax_dflash.training.data.evaluation_questions import SETS
 from torchax_dflash.training.data.prompts import read_prompts
 from torchax_dflash.training.run.mesh import make_mesh
