@@ -85,6 +85,14 @@ def test_an_error_is_one_line(capsys, arguments, message):
     assert captured.err.count("\n") == 1
 
 
+def test_doctor_itself_imports_nothing_that_may_be_broken():
+    code = (
+        "import sys, torchax_dflash.cli.doctor\n"
+        "print(sorted({'jax', 'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    assert run(code) == "[]\n"
+
+
 def test_ctrl_c_is_no_traceback():
     """While `doctor` waits for another process, which gets it, too."""
     code = (

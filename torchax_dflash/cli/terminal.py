@@ -7,7 +7,7 @@ Answers go to stdout (`screen`), everything else to stderr (`notes`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
 from rich.console import Console
@@ -15,7 +15,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from torchax_dflash import GenerationOutput, Generator, StreamEvent
+from torchax_dflash import GenerationOutput, StreamEvent
+
+if TYPE_CHECKING:
+    from torchax_dflash import Generator
 
 screen = Console(highlight=False)
 notes = Console(stderr=True, highlight=False)
