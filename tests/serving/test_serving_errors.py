@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be served is refused at start-up, in words that help."""
+"""What cannot be served is refused at start-up, with an error that helps."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from serving_jobs import engine_arguments, run_engine, saved
 from test_bad_input import edit_config
 from transformers import AutoTokenizer, StableLmConfig, StableLmForCausalLM
 
-from torchax_dflash.serving.plugin import versions as compatibility
+from torchax_dflash.serving.plugin import versions
 from torchax_dflash.serving.plugin.versions import Seam
 
 pytestmark = pytest.mark.vllm
@@ -172,8 +172,8 @@ def errors() -> dict[str, str | None]:
     """All of them, tried one after the other in one process."""
     jobs = cases()
     assert tuple(jobs) == NAMES
-    said = run_engine({"refused": [job for job, _ in jobs.values()]})["errors"]
-    return dict(zip(jobs, said, strict=True))
+    texts = run_engine({"refused": [job for job, _ in jobs.values()]})["errors"]
+    return dict(zip(jobs, texts, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,7 +184,7 @@ def test_refused_at_start_up(name):
 
 
 def test_the_installed_version_is_compatible():
-    compatibility.check()
+    versions.check()
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_the_installed_version_is_compatible():
 )
 def test_an_incompatible_version_is_refused(seam, message):
     with pytest.raises(RuntimeError, match=f"{message}.*install tpu-inference"):
-        compatibility.check((seam,))
+        versions.check((seam,))
 
 
-def test_an_untested_version_is_told(monkeypatch, caplog):
-    monkeypatch.setitem(compatibility.TESTED, "tpu-inference", "0.0.1")
-    compatibility.check()
-    assert "tested with tpu-inference 0.0.1, found" in caplog.text
+def test_an_untested_version_is_warned_about(monkeypatch, caplog):
+    monkeypatch.setitem(versions.TESTED, "tpu-inference", "0.0.1")
+    versions.check()
+    assert "tested with tpu-inference 0.0.1, but 0.32.0 is installed" in caplog.text

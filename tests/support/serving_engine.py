@@ -6,6 +6,10 @@ Usage: serving_engine.py JOB.json RESULT.json
 A job of the form {"refused": [{"engine": {}, "environment": {}}]} tries to start each
 of these engines; the result is {"errors": [text or null if it started]}.
 
+A job of the form {"together": [{"engine": {}, "batches": []}], "environment": {}} starts
+all of these engines, in this order, and then asks each its batches, in turn; the result
+is {"together": [result]}, one for each engine, with "outputs" and "errors" as below.
+
 Any other job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params":
 {} or one for each prompt}], "environment": {changes to ours}, "shadows": {name:
 {"draft": folder, "peer": bool}}, "silent": do not record drafts, "broken": a rule of
@@ -75,12 +79,11 @@ class DraftRecorder:
         self.steps.append((requests, context_lens, anchors, drafts))
         return caches, drafts
 
-    def verify(self, draft_token_ids, num_draft_tokens, *args):
+    def verify(self, drafts, *args):
         """Counts drafts that are verified by a q, and those that q is not of."""
-        *_, q_rows, _ = args
-        flat, first = np.asarray(draft_token_ids), 0
+        flat, first = np.asarray(drafts.token_ids), 0
         for count, row in zip(
-            np.asarray(num_draft_tokens), np.asarray(q_rows), strict=True
+            np.asarray(drafts.lengths), np.asarray(drafts.q_rows), strict=True
         ):
             if row >= 0:
                 verified = flat[first : first + count]
@@ -88,7 +91,7 @@ class DraftRecorder:
                 self.drawn["used"] += int(count)
                 self.drawn["others"] += int((verified != drawn).sum())
             first += count
-        return self._verify(draft_token_ids, num_draft_tokens, *args)
+        return self._verify(drafts, *args)
 
     def take(self, request_ids: list[str]) -> tuple[list, dict[str, list]]:
         """Drafts since the last call, and those of the shadows; forgets them."""
@@ -143,7 +146,12 @@ def refused(engines: list[dict]) -> dict:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    result = refused(job["refused"]) if "refused" in job else served(job)
+    if "refused" in job:
+        result = refused(job["refused"])
+    elif "together" in job:
+        result = served_together(job)
+    else:
+        result = served(job)
     Path(sys.argv[2]).write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # the engine's threads need no farewell
@@ -153,13 +161,12 @@ def break_on_purpose(rule: str) -> None:
     """Before the engine starts: its accept rule becomes a wrong one."""
     import broken_rules
 
-    from torchax_dflash.serving.verification import programs as verification
-    from torchax_dflash.serving.verification import rejection_sampler as verifier
+    from torchax_dflash.serving.verification import programs, rejection_sampler
 
     if rule == "tpu_inference":
-        verifier.Verifier.install = lambda self: None
+        rejection_sampler.DFlashRejectionSampler.install = lambda self: None
     else:
-        verification.accept = getattr(broken_rules, rule)
+        programs.accept = getattr(broken_rules, rule)
 
 
 def sampling_params(fields: dict):
@@ -184,6 +191,14 @@ def answer(engine, batch: dict) -> list:
     else:
         params = sampling_params(params)
     return engine.generate(prompts, params, use_tqdm=False)
+
+
+def answered(engine, batch: dict) -> tuple[list, str | None]:
+    """vLLM's results of one batch, or why it refused it."""
+    try:
+        return answer(engine, batch), None
+    except Exception as refusal:
+        return [], str(refusal)
 
 
 def logprobs_of(result) -> list[dict] | None:
@@ -211,10 +226,7 @@ def served(job: dict) -> dict:
     names = ["outputs", "texts", "logprobs", "errors", "metrics", "drafts", "shadows"]
     result = {name: [] for name in names}
     for batch in job["batches"]:
-        try:
-            results, error = answer(engine, batch), None
-        except Exception as refusal:
-            results, error = [], str(refusal)
+        results, error = answered(engine, batch)
         result["errors"].append(error)
         result["outputs"].append([list(r.outputs[0].token_ids) for r in results])
         result["texts"].append([r.outputs[0].text for r in results])
@@ -233,6 +245,22 @@ def served(job: dict) -> dict:
         result["shadow_errors"] = recorder.errors
         result["drawn"] = recorder.drawn
     return result
+
+
+def served_together(job: dict) -> dict:
+    """Several engines in this process, asked in turn."""
+    os.environ.update(ENVIRONMENT | job.get("environment", {}))
+    from vllm import LLM
+
+    engines = [LLM(**one["engine"]) for one in job["together"]]
+    results = [{"outputs": [], "errors": []} for _ in engines]
+    rounds = zip(*(one["batches"] for one in job["together"]), strict=True)
+    for batches in rounds:
+        for engine, batch, result in zip(engines, batches, results, strict=True):
+            outputs, error = answered(engine, batch)
+            result["outputs"].append([list(o.outputs[0].token_ids) for o in outputs])
+            result["errors"].append(error)
+    return {"together": results}
 
 
 if __name__ == "__main__":

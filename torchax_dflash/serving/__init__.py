@@ -1,40 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash in vLLM on TPUs, as a plugin: `vllm.platform_plugins` finds `platform_plugin`.
+"""DFlash in vLLM on TPUs, as a plugin of vLLM and tpu-inference.
 
-    platform.py      chooses our worker for `"method": "dflash"`
-    requests.py      what requests may ask for
-    worker.py        puts our parts into tpu-inference's model runner
-    proposer.py      ingests and drafts each step, on the target's block table
-    programs.py      its programs
-    drawn_drafts.py  what drafts were drawn from, until they are verified
-    verifier.py      which drafts stand, in the place of tpu-inference's sampler
-    verification.py  its programs
-    structured.py    the grammar's masks, one for each draft
-    runner_fix.py    two faults of tpu-inference under async scheduling, mended
-    head.py          the target's embedding and output head, as the draft borrows them
-    cpu.py           what the TPU stack needs to run on a CPU, for development
+    plugin/        what vLLM loads: the platform chooses our worker for
+                   `"method": "dflash"`, the worker puts the parts below into
+                   tpu-inference's model runner
+    drafting/      the proposer: each step it ingests what the target accepted and
+                   drafts, on the target's own block table
+    verification/  the rejection sampler: which drafts are accepted
+    upstream/      faults of tpu-inference and vLLM that are worked around, one file
+                   each, to be deleted when upstream has fixed them
+    cpu/           what the TPU stack needs to run on a CPU, for development
 
-This folder is the only code that imports vllm or tpu_inference, and nothing outside
-imports it.
+Imports go plugin -> upstream -> verification -> drafting; plugin also imports cpu. This
+folder is the only code that imports vllm or tpu_inference; the modules of this level
+import neither, so `torchax_dflash.serving` can be imported without them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import dataclass
 
 DISABLE_VARIABLE = "TORCHAX_DFLASH_DISABLE"
 """Set it to 1 to leave vLLM and tpu-inference as they are."""
 
+_PLATFORM = "torchax_dflash.serving.plugin.platform.DFlashTpuPlatform"
+_NEEDED = ("vllm", "tpu_inference", "libtpu")
+
+
+@dataclass(frozen=True)
+class PluginState:
+    """Whether vLLM finds the plugin in this environment.
+
+    Attributes:
+        is_active: vLLM will use our platform.
+        reason: why, in a few words.
+    """
+
+    is_active: bool
+    reason: str
+
+
+def plugin_state() -> PluginState:
+    """Whether the plugin is active here; imports neither vllm nor tpu_inference."""
+    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+        return PluginState(False, f"switched off by {DISABLE_VARIABLE}")
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        return PluginState(False, f"not installed: {', '.join(missing)}")
+    return PluginState(True, "vllm, tpu_inference and libtpu are installed")
+
 
 def platform_plugin() -> str | None:
-    """Entry point of `vllm.platform_plugins`: our platform's name, or None.
+    """Entry point of `vllm.platform_plugins`: the name of our platform, or None.
 
-    vLLM prefers it to tpu-inference's own where both apply, which is where libtpu is.
+    vLLM prefers it to tpu-inference's own platform where both apply, which is wherever
+    libtpu is installed.
     """
-    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
-        return None
-    for package in ("libtpu", "tpu_inference"):
-        if importlib.util.find_spec(package) is None:
-            return None
-    return "torchax_dflash.serving.plugin.platform.DFlashTpuPlatform"
+    return _PLATFORM if plugin_state().is_active else None

@@ -40,7 +40,6 @@ from torchax_dflash.serving.drafting.programs import (
     ingest_step,
 )
 from torchax_dflash.serving.drafting.target_head import ServedHead
-from torchax_dflash.serving.plugin.options import draft_quantization
 
 
 class TorchaxDFlashProposer(DFlashProposer):
@@ -53,7 +52,9 @@ class TorchaxDFlashProposer(DFlashProposer):
         drawn: what drafts were drawn from; None where all are chosen.
     """
 
-    def __init__(self, vllm_config: Any, runner: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, runner: Any, *, quantization: str | None = None
+    ) -> None:
         self.runner = runner
         self.mesh = runner.mesh
         speculative = vllm_config.speculative_config
@@ -64,7 +65,7 @@ class TorchaxDFlashProposer(DFlashProposer):
             model.model,
             dtype=dtype,
             trust_remote_code=model.trust_remote_code,
-            quantization=draft_quantization(vllm_config),
+            quantization=quantization,
         )
         target = TargetConfig.from_hf(vllm_config.model_config.hf_config)
         draft.config.check_target(target)
@@ -108,7 +109,7 @@ class TorchaxDFlashProposer(DFlashProposer):
         )
 
     @property
-    def tapped_layers(self) -> list[int]:
+    def target_layers(self) -> list[int]:
         """The draft's target layers, as vLLM gives them: in order, each once."""
         return sorted(set(self.draft.config.target_layer_ids))
 
@@ -191,7 +192,7 @@ class TorchaxDFlashProposer(DFlashProposer):
     ) -> tuple[jax.Array, ...]:
         """What the draft was trained on: HF's `hidden_states[id + 1]`."""
         config = self.draft.config
-        states = dict(zip(self.tapped_layers, aux_hidden_states, strict=True))
+        states = dict(zip(self.target_layers, aux_hidden_states, strict=True))
         if self._last_layer in states:
             assert self.final_hidden_states is not None
             states[self._last_layer] = self.final_hidden_states
@@ -223,7 +224,7 @@ class TorchaxDFlashProposer(DFlashProposer):
             )
             empty = np.zeros((tokens, hidden), self.draft.dtype)
             self.final_hidden_states = jax.device_put(empty, states)
-            aux = [jax.device_put(empty, states)] * len(self.tapped_layers)
+            aux = [jax.device_put(empty, states)] * len(self.target_layers)
             per_request = jax.device_put(np.zeros(requests, np.int32), by_row)
             context, anchors, _, _ = self.prepare_inputs(
                 metadata,

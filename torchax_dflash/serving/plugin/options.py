@@ -5,8 +5,8 @@
     false                            off: tpu-inference as it is
     {"draft_quantization": "int8"}   on; the draft's linear weights are kept as int8
 
-`speculative_config.quantization` is no place for that: vLLM knows a list of methods for
-it, of which "int8" is none, and asks tpu-inference for the rest.
+`speculative_config.quantization` cannot be used for that: vLLM accepts only methods of
+its own there, of which "int8" is none, and asks tpu-inference for them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ _QUANTIZATION = "draft_quantization"
 
 
 def is_enabled(vllm_config: Any) -> bool:
-    """Whether the plugin shall do anything."""
-    return _options(vllm_config) is not False
+    """Whether this engine drafts with DFlash, and with our parts."""
+    speculative = vllm_config.speculative_config
+    is_dflash = speculative is not None and speculative.method == "dflash"
+    return is_dflash and _options(vllm_config) is not False
 
 
 def draft_quantization(vllm_config: Any) -> str | None:
     """How the draft's linear weights are kept: "int8", or None for as they are.
 
     Raises:
-        ValueError: an option that is unknown.
+        ValueError: an unknown option.
     """
     options = _options(vllm_config)
     if isinstance(options, bool):

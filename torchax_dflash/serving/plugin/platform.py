@@ -3,28 +3,25 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from tpu_inference.platforms.tpu_platform import TpuPlatform
 
 from torchax_dflash.core.config import config_error
-from torchax_dflash.serving.cpu import stack as cpu
-from torchax_dflash.serving.plugin import options
-from torchax_dflash.serving.plugin import request_checks as requests
-from torchax_dflash.serving.plugin import versions as compatibility
+from torchax_dflash.serving.cpu import stack
+from torchax_dflash.serving.plugin import options, request_checks, versions
+from torchax_dflash.serving.upstream import draft_model_config, request_validation
 
 _WORKER = "torchax_dflash.serving.plugin.worker.DFlashWorker"
 _CPU_WORKER = "torchax_dflash.serving.plugin.worker.CpuWorker"
 
 
 class DFlashTpuPlatform(TpuPlatform):
-    """Everything is TpuPlatform's but the worker class and what requests may ask for.
+    """TpuPlatform, but for the worker class and what requests may ask for.
 
-    `additional_config={"torchax_dflash": false}` switches it off for one engine.
+    `additional_config={"torchax_dflash": false}` switches it off for one engine. Nothing
+    is remembered here between engines: one platform serves all engines of a process.
     """
-
-    _drafts = False
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -34,53 +31,22 @@ class DFlashTpuPlatform(TpuPlatform):
             ValueError: a feature that DFlash cannot be combined with.
             RuntimeError: a version of tpu-inference that does not fit.
         """
-        if cpu.is_wanted():
-            cpu.prepare_environment()
+        if stack.is_wanted():
+            stack.prepare_environment()
         super().check_and_update_config(vllm_config)
-        if cpu.is_wanted():
+        if stack.is_wanted():
             vllm_config.parallel_config.worker_cls = _CPU_WORKER
-        speculative = vllm_config.speculative_config
-        is_dflash = speculative is not None and speculative.method == "dflash"
-        cls._drafts = is_dflash and options.is_enabled(vllm_config)
-        if not cls._drafts:
+        if not options.is_enabled(vllm_config):
             return
-        compatibility.check()
+        versions.check()
         _refuse_unsupported(vllm_config)
-        _hide_kind_of_draft(speculative)
+        draft_model_config.show_as_plain_dflash(vllm_config.speculative_config)
+        request_validation.install(request_checks.check)
         vllm_config.parallel_config.worker_cls = _WORKER
-
-    @classmethod
-    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuses what tpu-inference would ignore, or die of, in mid-request.
-
-        Raises:
-            ValueError: a setting that is not served.
-        """
-        # not above: the platform is chosen while vllm is still being imported
-        from vllm.sampling_params import SamplingParams
-
-        if cls._drafts and isinstance(params, SamplingParams):
-            requests.check(params)
-        super().validate_request(processed_inputs, params)
-
-
-def _hide_kind_of_draft(speculative: Any) -> None:
-    """Lets vLLM start with drafts that its own runner could not run.
-
-    After this hook, vLLM refuses DFlash-2 and drafts with both sliding and full
-    attention (`config/vllm.py:2999`). They are read from their folder by us, and have
-    no cache of vLLM's.
-    """
-    model = speculative.draft_model_config = copy.copy(speculative.draft_model_config)
-    hf_config = model.hf_config = copy.copy(model.hf_config)
-    hf_config.architectures = ["DFlashDraftModel"]
-    hf_config.layer_types = ["full_attention"] * hf_config.num_hidden_layers
-    model.model_arch_config = copy.copy(model.model_arch_config)
-    model.model_arch_config.architectures = hf_config.architectures
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
-    """What would fail in mid-request, or draft from the wrong rows without a word."""
+    """Features that would fail during a request, or draft from the wrong rows."""
     options.draft_quantization(vllm_config)
     if (method := vllm_config.speculative_config.quantization) is not None:
         raise config_error(

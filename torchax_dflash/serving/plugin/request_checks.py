@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for: nothing that would be left undone without a word.
+"""What a request may ask for: a setting that would be ignored is refused.
 
-On TPUs, vLLM's logits processors do not run. tpu-inference 0.32.0 knows temperature,
+vLLM's logits processors do not run on TPUs. tpu-inference 0.32.0 supports temperature,
 top-k, top-p, log-probabilities of the output and structured outputs
 (`sampling_metadata.py`, `input_batch.py`), with or without drafts. With drafts, vLLM
 itself refuses min-p and logit biases.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchax_dflash.core.config import config_error
+from torchax_dflash.serving.plugin import options
 
 _IGNORED = "tpu-inference ignores it, with or without DFlash. Leave it out."
 _DEFAULTS = (
@@ -19,7 +20,7 @@ _DEFAULTS = (
     "generation_config.json sets it, start with --generation-config vllm."
 )
 
-_SERVED: dict[str, tuple[Any, str]] = {
+_SUPPORTED: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (1, _DEFAULTS),
     "presence_penalty": (0, _IGNORED),
     "frequency_penalty": (0, _IGNORED),
@@ -38,23 +39,29 @@ _SERVED: dict[str, tuple[Any, str]] = {
     ),
     "seed": (
         None,
-        "tpu-inference has no seeds of requests, with or without DFlash. Leave it out, "
+        "tpu-inference has no per-request seeds, with or without DFlash. Leave it out, "
         "or start with --seed.",
     ),
 }
-"""Field of vLLM's SamplingParams -> the only value that is served, what else to do."""
+"""Field of `SamplingParams` -> the only supported value, and what to do instead."""
 
 
-def check(params: Any) -> None:
-    """Checks vLLM's SamplingParams of one request.
+def check(vllm_config: Any, params: Any) -> None:
+    """Checks a request, if its engine drafts with DFlash.
+
+    Args:
+        vllm_config: the engine's `VllmConfig`.
+        params: the request's `SamplingParams`.
 
     Raises:
-        ValueError: a field that is not served.
+        ValueError: a setting that is not supported.
     """
+    if not options.is_enabled(vllm_config):
+        return
     is_greedy = params.sampling_type.name == "GREEDY"
-    for name, (served, remedy) in _SERVED.items():
+    for name, (supported, remedy) in _SUPPORTED.items():
         value = getattr(params, name)
         if name == "seed" and is_greedy:
             continue  # nothing is drawn
-        if value != served and value not in ([], {}):
-            raise config_error(name, f"{served} with DFlash", value, remedy)
+        if value != supported and value not in ([], {}):
+            raise config_error(name, f"{supported} with DFlash", value, remedy)

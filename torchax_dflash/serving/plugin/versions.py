@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which versions of tpu-inference this plugin works with, checked at start-up.
 
-What is overridden there is no public interface, so another version may lack it: better
-to say so now than to fail in the middle of a request.
+The plugin overrides functions that are not public, so another version may lack them.
+That is reported at start-up rather than in the middle of a request.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Seam:
     """A function of another package that we call, replace or are called through.
 
     Attributes:
-        module: where it lies.
+        module: where it is defined.
         name: its qualified name there.
-        parameters: by name; others may follow.
+        parameters: names of its leading parameters; others may follow.
     """
 
     module: str
@@ -90,9 +90,19 @@ SEAMS = (
         ("target_logits", "bonus_logits", "mesh"),
     ),
     Seam(
+        "tpu_inference.models.common.model_loader",
+        "resolve_model_impl_type",
+        ("vllm_config",),
+    ),
+    Seam(
         "tpu_inference.platforms.tpu_platform",
-        "TpuPlatform.validate_request",
-        ("processed_inputs", "params"),
+        "TpuPlatform.check_and_update_config",
+        ("vllm_config",),
+    ),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        ("self", "request_id", "prompt", "params"),
     ),
     Seam(
         "tpu_inference.spec_decode.jax.dflash",
@@ -141,16 +151,16 @@ SEAMS = (
 
 
 def check(seams: tuple[Seam, ...] = SEAMS) -> None:
-    """Warns of versions that were not tested.
+    """Warns about untested versions, and checks that every seam is there.
 
     Raises:
-        RuntimeError: a seam is not there, or not of the shape we know.
+        RuntimeError: a seam is missing, or takes other parameters.
     """
     versions = {package: metadata.version(package) for package in TESTED}
     for package, version in versions.items():
         if version != TESTED[package]:
             logger.warning(
-                "torchax-dflash is tested with %s %s, found %s.",
+                "torchax-dflash is tested with %s %s, but %s is installed.",
                 package,
                 TESTED[package],
                 version,

@@ -1,90 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tpu-inference's worker, with our proposer in its model runner."""
+"""tpu-inference's worker, with our proposer and rejection sampler in its runner."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import numpy as np
-from tpu_inference.models.common.model_loader import (
-    UnsupportedArchitectureError,
-    _get_model_architecture,
-    resolve_model_impl_type,
-)
-from tpu_inference.runner.speculative_decoding_manager import (
-    SpeculativeDecodingManager,
-)
 from tpu_inference.worker.tpu_worker import TPUWorker
-from vllm.v1.outputs import DraftTokenIds
 
 from torchax_dflash.core.config import config_error
-from torchax_dflash.serving.cpu import stack as cpu
+from torchax_dflash.serving.cpu import stack
 from torchax_dflash.serving.drafting.proposer import TorchaxDFlashProposer
-from torchax_dflash.serving.upstream import async_scheduling as runner_fix
-from torchax_dflash.serving.upstream.grammar_bitmasks import StructuredDecoding
-from torchax_dflash.serving.verification.rejection_sampler import Verifier
+from torchax_dflash.serving.plugin import options
+from torchax_dflash.serving.upstream import (
+    aux_hidden_states,
+    draft_token_ids,
+    final_hidden_states,
+    logprobs,
+    preempted_requests,
+    unscheduled_requests,
+)
+from torchax_dflash.serving.upstream.grammar_bitmasks import DFlashStructuredDecoding
+from torchax_dflash.serving.verification.rejection_sampler import (
+    DFlashRejectionSampler,
+)
 
 
 class CpuWorker(TPUWorker):
-    """TPUWorker, on CPU devices where JAX is told to use them."""
+    """TPUWorker, also on CPU devices where JAX is told to use them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if cpu.is_wanted():
-            cpu.apply()
+        if stack.is_wanted():
+            stack.apply()
         super().__init__(*args, **kwargs)
 
 
 class DFlashWorker(CpuWorker):
-    """A few moments in a worker's life are different; the rest is TPUWorker's."""
+    """TPUWorker, with five of its methods extended."""
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces the proposer that the runner chose (`tpu_runner.py:1056`)."""
+        """Puts our parts into the runner it makes (`tpu_runner.py:1056`)."""
         super().init_device(*args, **kwargs)
         runner = self.model_runner
-        runner.drafter = TorchaxDFlashProposer(self.vllm_config, runner)
-        runner.speculative_decoding_manager = _Manager(runner)
-        verifier = Verifier(runner, runner.drafter)
-        verifier.install()
-        structured = StructuredDecoding(runner, verifier)
-        runner.structured_decoding_manager = structured
-        runner_fix.mend(runner)
-        # tpu-inference warms its own shapes up; ours are others
-        # (`compilation_manager.py:1311,309`).
-        manager = runner.compilation_manager
-        manager._precompile_dflash_helpers = self._warm_up
-        manager._precompile_structured_decoding = structured.warm_up
+        self._drafter = runner.drafter = TorchaxDFlashProposer(
+            self.vllm_config,
+            runner,
+            quantization=options.draft_quantization(self.vllm_config),
+        )
+        sampler = DFlashRejectionSampler(runner, self._drafter)
+        sampler.install()
+        structured_decoding = DFlashStructuredDecoding(runner, sampler)
+        runner.structured_decoding_manager = structured_decoding
+        for fault in (
+            draft_token_ids,
+            final_hidden_states,
+            logprobs,
+            preempted_requests,
+            unscheduled_requests,
+        ):
+            fault.install(runner)
 
-    def _warm_up(self) -> None:
-        self._drafter.warm_up()
-        self.model_runner.rejection_sampler.warm_up()
+        def warm_up() -> None:
+            self._drafter.warm_up()
+            sampler.warm_up()
+            logprobs.warm_up(runner)
+
+        # tpu-inference compiles for the shapes of its own proposer and bitmasks
+        # (`compilation_manager.py:1312,311`); ours differ.
+        manager = runner.compilation_manager
+        manager._precompile_dflash_helpers = warm_up
+        manager._precompile_structured_decoding = structured_decoding.warm_up
 
     def load_model(self) -> None:
-        """Loads a target that gives its hidden states.
+        """Loads a target that returns the hidden states that the draft reads.
 
         Raises:
-            ValueError: the target's class cannot give them.
+            ValueError: the target's class cannot return them.
         """
-        runner = self.model_runner
-        original = runner.vllm_config
-        tapped, impl = self._drafter.tapped_layers, target_impl(original)
-        runner.vllm_config = _view(original, tapped, impl)
-        try:
+        layers = self._drafter.target_layers
+        with aux_hidden_states.returned_by_target(self.model_runner, layers):
             super().load_model()
-        except RuntimeError as error:
-            if "EAGLE3" not in str(error):
-                raise
-            raise _no_hidden_states(original, "vLLM's SupportsEagle3") from error
-        finally:
-            original.quant_config = runner.vllm_config.quant_config
-            runner.vllm_config = original
-        if impl == "flax_nnx":
-            # Of tpu-inference's own models only some know of aux hidden states.
-            given = getattr(runner.model.model, "aux_hidden_state_layers", ())
-            if sorted(given) != tapped:
-                raise _no_hidden_states(
-                    original, "tpu-inference's aux_hidden_state_layers"
-                )
 
     def determine_available_memory(self) -> int:
         """Leaves room for the draft: a page for each of the target's, and its q.
@@ -93,8 +87,8 @@ class DFlashWorker(CpuWorker):
             ValueError: not enough for one request of max_model_len tokens.
         """
         drawn = self._drafter.drawn
-        drawn_from = 0 if drawn is None else drawn.num_bytes
-        available = super().determine_available_memory() - drawn_from
+        drawn_bytes = 0 if drawn is None else drawn.num_bytes
+        available = super().determine_available_memory() - drawn_bytes
         page_size = self.cache_config.block_size
         target = sum(s.page_size_bytes for s in self.get_kv_cache_spec().values())
         draft = self._drafter.page_bytes(page_size)
@@ -105,8 +99,8 @@ class DFlashWorker(CpuWorker):
                 "MiB of memory for KV caches",
                 f"{needed / 2**20:.1f} for one request of max_model_len {longest} "
                 f"(the target's {target} bytes a page and the draft's {draft}), and "
-                f"{drawn_from / 2**20:.1f} for probabilities of drawn drafts",
-                round((available + drawn_from) / 2**20, 1),
+                f"{drawn_bytes / 2**20:.1f} for probabilities of drawn drafts",
+                round((available + drawn_bytes) / 2**20, 1),
                 "Raise gpu_memory_utilization, or lower max_model_len (with drawn "
                 "drafts also max_num_seqs).",
             )
@@ -133,78 +127,3 @@ class DFlashWorker(CpuWorker):
             )
         super().initialize_from_config(kv_cache_config)
         self._drafter.allocate(kv_cache_config.num_blocks, self.cache_config.block_size)
-
-    @property
-    def _drafter(self) -> TorchaxDFlashProposer:
-        drafter = self.model_runner.drafter
-        assert isinstance(drafter, TorchaxDFlashProposer)
-        return drafter
-
-
-def target_impl(vllm_config: Any) -> str:
-    """Whose class the target is: "vllm" (the PyTorch path) or "flax_nnx"."""
-    impl = resolve_model_impl_type(vllm_config)
-    if impl == "flax_nnx":
-        try:
-            _get_model_architecture(vllm_config.model_config.hf_config)
-        except UnsupportedArchitectureError:
-            return "vllm"  # as tpu-inference does
-    return impl
-
-
-def _view(vllm_config: Any, tapped: list[int], impl: str) -> Any:
-    """The config under which a target gives the outputs of the tapped layers.
-
-    On the PyTorch path targets give them for the method "eagle3" only
-    (`vllm_model_wrapper.py:279,419`), and as inputs of layer id + 1. JAX-native targets
-    read the draft's config, and know no default for its layers.
-    """
-    view = copy.copy(vllm_config)
-    speculative = view.speculative_config = copy.copy(vllm_config.speculative_config)
-    model = speculative.draft_model_config = copy.copy(speculative.draft_model_config)
-    hf_config = model.hf_config = copy.copy(model.hf_config)
-    if impl == "flax_nnx":
-        hf_config.dflash_config = hf_config.dflash_config | {"target_layer_ids": tapped}
-    else:
-        speculative.method = "eagle3"
-        hf_config.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in tapped]
-    return view
-
-
-def _no_hidden_states(vllm_config: Any, interface: str) -> ValueError:
-    return config_error(
-        "target",
-        f"a model that gives its hidden states ({interface})",
-        vllm_config.model_config.architectures,
-        "DFlash needs them. Try the other MODEL_IMPL_TYPE (vllm or flax_nnx).",
-    )
-
-
-class _Manager(SpeculativeDecodingManager):
-    """Hands the proposer the target's final hidden states, too, and drafts to vLLM.
-
-    The last entry of HF's `hidden_states` is normalised; vLLM's aux state of the last
-    layer is not, but its output is.
-    """
-
-    _drafted_for: list[str]
-
-    def propose_dflash_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base, with the last argument, `hidden_states`, put aside."""
-        hidden_states = kwargs["hidden_states"] if kwargs else args[-1]
-        self.runner.drafter.final_hidden_states = hidden_states
-        batch = self.runner.input_batch
-        self._drafted_for = batch.req_ids[: batch.num_reqs]
-        return super().propose_dflash_draft_token_ids(*args, **kwargs)
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The last step's drafts, for the scheduler.
-
-        tpu-inference pairs them with the batch of now, which under async scheduling is
-        the next step's, and gives rows of a device array where vLLM shortens lists.
-        """
-        drafts, self._draft_token_ids = self._draft_token_ids, None
-        if drafts is None:
-            return None
-        rows = np.asarray(drafts)[: len(self._drafted_for)]
-        return DraftTokenIds(self._drafted_for, rows.tolist())

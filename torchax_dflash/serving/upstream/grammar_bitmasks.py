@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammar bitmasks for every draft of every request.
+"""tpu-inference applies one grammar bitmask to each request, not to each draft.
+
+Version: 0.32.0, `StructuredDecodingManager.prepare_structured_decoding_input`,
+runner/structured_decoding_manager.py:65.
 
 vLLM sends a bitmask row for each draft of a structured request and one more, requests
-in an order of its own. tpu-inference 0.32.0 (`structured_decoding_manager.py:84`) takes
-one row for each request, in the order of sorted names, and puts it onto the logits row
-of the request's number. With drafts, each request has several logits rows:
+in an order of its own. tpu-inference takes one row for each request, in the order of
+sorted names, and applies it to the logits row of the request's number. With drafts,
+each request has several rows of logits:
 
     drafts of the batch's requests     2, 0, 1
     logits rows                        a a a | b | c c
     bitmask rows, for c and a alone    c c | a a a
+
+Delete this file when tpu-inference lays the rows out like the logits and honours
+`num_acceptable_drafts`.
 """
 
 from __future__ import annotations
@@ -23,20 +29,22 @@ from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.runner.structured_decoding_manager import StructuredDecodingManager
 from tpu_inference.utils import device_array, to_jax_dtype
 
-from torchax_dflash.serving.verification.rejection_sampler import Verifier
+from torchax_dflash.serving.verification.rejection_sampler import (
+    DFlashRejectionSampler,
+)
 
 
-class StructuredDecoding(StructuredDecodingManager):
+class DFlashStructuredDecoding(StructuredDecodingManager):
     """The runner's manager, with a bitmask row for each row of logits."""
 
-    def __init__(self, runner: Any, verifier: Verifier) -> None:
+    def __init__(self, runner: Any, sampler: DFlashRejectionSampler) -> None:
         super().__init__(runner)
-        self._verifier = verifier
+        self._sampler = sampler
 
     def prepare_structured_decoding_input(
         self, logits: jax.Array, grammar_output: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Lays the bitmask out as the logits, and limits what the verifier accepts.
+        """Lays the bitmask out like the logits, and limits what may be accepted.
 
         Args:
             logits: [L, V].
@@ -46,7 +54,7 @@ class StructuredDecoding(StructuredDecodingManager):
         Returns:
             Bool [L, 1], rows to mask; int32 [L, words]; int32 [32].
         """
-        lengths = self._verifier.draft_lengths
+        lengths = self._sampler.draft_lengths
         assert lengths is not None, "no step was prepared"
         words = self.runner.grammar_bitmask_cpu.shape[1]
         required = np.zeros((logits.shape[0], 1), np.bool_)
@@ -66,7 +74,7 @@ class StructuredDecoding(StructuredDecodingManager):
             limits[index] = limit
             first += count
         assert first == len(given), "bitmask rows do not match the drafts"
-        self._verifier.limits = limits
+        self._sampler.limits = limits
         return device_array(
             self.runner.mesh,
             (required, bitmask, self.runner.structured_decode_arange),

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's programs: the accept rule on flat rows, and two small ones.
+"""Programs of the rejection sampler: the accept rule on flat rows, and two small ones.
 
-The runner gives drafts of all rows one after the other, [L], and says how many each row
-has, [R]; tokens that are accepted come back in the same places, bonus tokens behind.
+The runner gives the drafts of all requests in turn, [L], and says how many each has,
+[R]. Accepted tokens are returned in the same places, the bonus tokens after them:
+
+    num_draft_tokens   3, 0, 2
+    token_ids          a a a | c c | padding …
+    returned           a a a | c c | padding … | bonus a, b, c
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,114 +21,146 @@ from torchax_dflash.core.accept import accept
 from torchax_dflash.core.sampling import SamplingState, probabilities
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FlatDrafts:
+    """The drafts of a step; a pytree.
+
+    Attributes:
+        token_ids: int32 [L], of all requests in turn, then padding.
+        lengths: int32 [R], drafts of each request.
+        limits: int32 [R], how many leading drafts of a request may be accepted; the
+            grammar's bitmask does not cover later ones.
+        q_rows: int32 [R], rows of the buffer of draft probabilities that the drafts
+            were drawn from; -1 for drafts that were not drawn.
+    """
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    limits: jax.Array
+    q_rows: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TargetRows:
+    """What the target says about the drafts of a step; a pytree.
+
+    Attributes:
+        logits: [L, V padded], at the place of each draft.
+        bonus_token_ids: int32 [R], drawn after each request's last draft.
+        temperature: float32 [R]; negative for greedy requests.
+        top_k: int32 [R]; 0 or less keeps all.
+        top_p: float32 [R].
+    """
+
+    logits: jax.Array
+    bonus_token_ids: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+
+    def sampling(self, key: jax.Array) -> SamplingState:
+        """Settings of the accept rule, with seeds drawn from this step's key."""
+        rows = self.top_p.shape[0]
+        return SamplingState(
+            temperature=self.temperature,
+            top_k=jnp.maximum(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=jnp.zeros_like(self.top_p),
+            seed=jax.random.bits(key, (rows,), jnp.uint32),
+            logprobs=jnp.zeros(rows, jnp.bool_),
+        )
+
+
 def verify(
-    draft_token_ids: jax.Array,
-    num_draft_tokens: jax.Array,
-    target_logits: jax.Array,
-    bonus_token_ids: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    key: jax.Array,
+    drafts: FlatDrafts,
+    target: TargetRows,
     draft_probs: jax.Array | None,
-    q_rows: jax.Array,
-    limits: jax.Array,
+    key: jax.Array,
     *,
     num_speculative_tokens: int,
     vocab_size: int,
 ) -> jax.Array:
-    """`sampling.accept` on the runner's flat rows.
+    """The accept rule of the core (`accept`), on the runner's flat rows.
 
     Args:
-        draft_token_ids: see `Verifier.__call__`, as for those up to `key`.
-        num_draft_tokens: as above.
-        target_logits: as above.
-        bonus_token_ids: as above.
-        temperature: float32 [R]; negative for greedy rows.
-        top_k: int32 [R]; 0 or less keeps all.
-        top_p: float32 [R].
-        key: of this step.
-        draft_probs: float32 [B, K, V] of the last step's rows, or None.
-        q_rows: int32 [R], rows of `draft_probs`; -1 for drafts that were not drawn.
-        limits: int32 [R], see `Verifier`.
+        drafts: of this step.
+        target: of this step.
+        draft_probs: float32 [B, K, V] of the last step's drafts, or None.
+        key: of this step's draws.
         num_speculative_tokens: K (static).
         vocab_size: V without padding (static).
-    """
-    rows, flat = num_draft_tokens.shape[0], draft_token_ids.shape[0]
-    settings = SamplingState(
-        temperature=temperature,
-        top_k=jnp.maximum(top_k, 0),
-        top_p=top_p,
-        min_p=jnp.zeros_like(top_p),
-        seed=jax.random.bits(key, (rows,), jnp.uint32),
-        logprobs=jnp.zeros(rows, jnp.bool_),
-    )
-    place = jnp.arange(num_speculative_tokens)
-    starts = jnp.cumsum(num_draft_tokens) - num_draft_tokens
-    index = jnp.clip(starts[:, None] + place, 0, flat - 1)
-    drafts = draft_token_ids[index]
-    probs = probabilities(target_logits[:, :vocab_size][index], settings)
 
-    # A placeholder is no token, and behind it nothing follows from the text.
-    exists = place < jnp.minimum(num_draft_tokens, limits)[:, None]
-    exists &= (drafts >= 0) & (drafts < vocab_size)
+    Returns:
+        int32 [L + R], see `DFlashRejectionSampler.__call__`.
+    """
+    rows, flat = drafts.lengths.shape[0], drafts.token_ids.shape[0]
+    sampling = target.sampling(key)
+    place = jnp.arange(num_speculative_tokens)
+    starts = jnp.cumsum(drafts.lengths) - drafts.lengths
+    index = jnp.clip(starts[:, None] + place, 0, flat - 1)
+    token_ids = drafts.token_ids[index]
+    probs = probabilities(target.logits[:, :vocab_size][index], sampling)
+
+    # A placeholder is no token, and no draft after it can be accepted.
+    exists = place < jnp.minimum(drafts.lengths, drafts.limits)[:, None]
+    exists &= (token_ids >= 0) & (token_ids < vocab_size)
     num_drafts = jnp.cumprod(exists.astype(jnp.int32), axis=1).sum(axis=1)
 
-    q = jax.nn.one_hot(drafts, vocab_size)
+    q = jax.nn.one_hot(token_ids, vocab_size)
     if draft_probs is not None:
-        q = jnp.where((q_rows >= 0)[:, None, None], draft_probs[q_rows], q)
+        was_drawn = (drafts.q_rows >= 0)[:, None, None]
+        q = jnp.where(was_drawn, draft_probs[drafts.q_rows], q)
 
-    # The runner has drawn what follows a row's last draft.
-    last = jnp.arange(num_speculative_tokens + 1) == num_draft_tokens[:, None]
-    bonus = jax.nn.one_hot(bonus_token_ids, vocab_size)[:, None]
+    # The runner has drawn the token after a request's last draft.
+    last = jnp.arange(num_speculative_tokens + 1) == drafts.lengths[:, None]
+    bonus = jax.nn.one_hot(target.bonus_token_ids, vocab_size)[:, None]
     probs = jnp.pad(probs, ((0, 0), (0, 1), (0, 0)))
     accepted = accept(
         jnp.where(last[..., None], bonus, probs),
-        drafts,
+        token_ids,
         num_drafts,
         draft_probs=q,
-        settings=settings,
+        settings=sampling,
         positions=jnp.zeros(rows, jnp.int32),
     )
-    row, place, is_draft = _rows_of_drafts(num_draft_tokens, flat)
+    row, place, is_draft = _rows_and_places(drafts.lengths, flat)
     main = accepted.token_ids[row, jnp.minimum(place, num_speculative_tokens)]
-    stands = is_draft & (place <= accepted.num_accepted[row])
+    is_kept = is_draft & (place <= accepted.num_accepted[row])
+    all_accepted = accepted.num_accepted == drafts.lengths
     return jnp.concatenate(
         [
-            jnp.where(stands, main, PLACEHOLDER_TOKEN_ID),
-            jnp.where(
-                accepted.num_accepted == num_draft_tokens,
-                bonus_token_ids,
-                PLACEHOLDER_TOKEN_ID,
-            ),
+            jnp.where(is_kept, main, PLACEHOLDER_TOKEN_ID),
+            jnp.where(all_accepted, target.bonus_token_ids, PLACEHOLDER_TOKEN_ID),
         ]
     )
 
 
-def _rows_of_drafts(
-    num_draft_tokens: jax.Array, flat: int
+def _rows_and_places(
+    lengths: jax.Array, flat: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of flat drafts: their rows, their places there, and whether they exist, [L]."""
-    ends = jnp.cumsum(num_draft_tokens)
-    rows = jnp.repeat(
-        jnp.arange(num_draft_tokens.shape[0]),
-        num_draft_tokens,
-        total_repeat_length=flat,
-    )
-    at = jnp.arange(flat)
-    return rows, at - (ends - num_draft_tokens)[rows], at < ends[-1]
+    """Of flat drafts [L]: request, place in it, and whether there is a draft at all."""
+    ends = jnp.cumsum(lengths)
+    rows = jnp.repeat(jnp.arange(lengths.shape[0]), lengths, total_repeat_length=flat)
+    index = jnp.arange(flat)
+    return rows, index - (ends - lengths)[rows], index < ends[-1]
 
 
-def limited(
+def mask_beyond_limits(
     draft_token_ids: jax.Array, num_draft_tokens: jax.Array, limits: jax.Array
 ) -> jax.Array:
     """Drafts [L] that may not be accepted become -1, which no target chooses."""
-    rows, place, _ = _rows_of_drafts(num_draft_tokens, draft_token_ids.shape[0])
+    rows, place, _ = _rows_and_places(num_draft_tokens, draft_token_ids.shape[0])
     return jnp.where(place < limits[rows], draft_token_ids, PLACEHOLDER_TOKEN_ID)
 
 
-def only_bonus(bonus_token_ids: jax.Array, *, rows: int) -> jax.Array:
-    """A step without drafts; the first rows say the same, for log-probabilities."""
+def bonus_only(bonus_token_ids: jax.Array, *, rows: int) -> jax.Array:
+    """The output of a step without drafts.
+
+    The first rows repeat the bonus tokens, because the runner reads log-probabilities
+    there (see `upstream/logprobs.py`).
+    """
     padding = max(0, rows - bonus_token_ids.shape[0])
     main = jnp.pad(bonus_token_ids, (0, padding))[:rows]
     return jnp.concatenate([main, bonus_token_ids]).astype(jnp.int32)
