@@ -6,9 +6,10 @@ Usage: serving_engine.py JOB.json RESULT.json
 A job of the form {"refused": [{"engine": {}, "environment": {}}]} tries to start each
 of these engines; the result is {"errors": [text or null if it started]}.
 
-A job of the form {"together": [{"engine": {}, "batches": []}], "environment": {}} starts
-all of these engines, in this order, and then asks each its batches, in turn; the result
-is {"together": [result]}, one for each engine, with "outputs" and "errors" as below.
+A job of the form {"together": [{"engine": {}, "batches": []}], "environment": {}}
+starts all of these engines, in this order, and then asks each its batches, in turn; the
+result is {"together": [result]}, one for each engine, with "outputs" and "errors" as
+below.
 
 Any other job: {"engine": {LLM arguments}, "batches": [{"prompts": [[ids]], "params":
 {} or one for each prompt}], "environment": {changes to ours}, "shadows": {name:
@@ -73,7 +74,7 @@ class DraftRecorder:
         for shadow in self.shadows.values():
             shadow.propose()
         anchors = kwargs["input_ids"]
-        _, context_lens = kwargs["target_hidden_states"]
+        context_lens = kwargs["target_hidden_states"].context_lens
         caches, drafts = self._propose(*args, **kwargs)
         requests = list(self.runner.input_batch.req_ids)
         self.steps.append((requests, context_lens, anchors, drafts))

@@ -14,7 +14,6 @@ from tpu_inference.runner.kv_cache import create_kv_caches
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 from transformers import AutoConfig
 
-from torchax_dflash.core.attention import Context
 from torchax_dflash.core.drafting import draft_hidden_states
 from torchax_dflash.serving.drafting.proposer import TorchaxDFlashProposer
 
@@ -83,24 +82,15 @@ class Shadow:
                 proposer.state_leaves, caches, input_ids, states, metadata
             )
             return hidden.reshape(-1, rows, hidden.shape[-1])
-        proposer = self.proposer
-        block_table, context_lens = states
+        served, context = self.proposer.served, states
         masks = jnp.full((len(input_ids), rows - 1), self.mask_token_id)
         block = jnp.concatenate([input_ids[:, None], masks], axis=1)
-        return _hidden_states(
-            proposer.draft,
-            proposer._pool,
-            proposer._head.embed(block),
-            context=Context(
-                block_table,
-                context_lens=context_lens,
-                block_lens=jnp.where(context_lens > 0, rows, 0),
-            ),
-        )
+        noise = served.head.embed(block)
+        return _hidden_states(served.draft, served.pool, noise, context)
 
     @property
     def mask_token_id(self) -> int:
-        return self.proposer.draft.config.mask_token_id
+        return self.proposer.served.draft.config.mask_token_id
 
 
 def hidden_states_error(one: Shadow, other: Shadow, context_lens: list) -> float:

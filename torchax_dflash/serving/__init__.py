@@ -10,10 +10,11 @@
     upstream/      faults of tpu-inference and vLLM that are worked around, one file
                    each, to be deleted when upstream has fixed them
     cpu/           what the TPU stack needs to run on a CPU, for development
+    flat_rows.py   tpu-inference's layout of rows, for all of them
 
-Imports go plugin -> upstream -> verification -> drafting; plugin also imports cpu. This
-folder is the only code that imports vllm or tpu_inference; the modules of this level
-import neither, so `torchax_dflash.serving` can be imported without them.
+Imports go plugin -> upstream -> verification -> drafting, and plugin -> cpu. This
+folder is the only code that imports vllm or tpu_inference. `torchax_dflash.serving`
+itself imports neither, so it can be imported without them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Their Pallas kernels run on TPUs only. Same arguments and cache layouts:
 
     head_dim 128 and multiples   a row holds K and V of each head in turn
     head_dim 64                  a row holds K and V side by side in 128 lanes
+
+Masks and the running softmax are the core's. The core's paged attention itself cannot
+be used: it reads K and V from pages of their own, and rows of blocks of one size.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from tpu_inference.kernels.ragged_paged_attention.v3.kernel_hd64 import (
     merge_kv as merge_kv_hd64,
 )
 
+from torchax_dflash.core.attention import Attend, RunningSoftmax, capped, sees
+from torchax_dflash.serving.flat_rows import flat_rows
+
 _TILE = 128
-_MASKED = -1e30
 
 
 def _split(rows: jax.Array, heads: int, dim: int) -> tuple[jax.Array, jax.Array]:
@@ -32,10 +37,12 @@ def _split(rows: jax.Array, heads: int, dim: int) -> tuple[jax.Array, jax.Array]
 
 
 def _split_hd64(rows: jax.Array, heads: int, dim: int) -> tuple[jax.Array, jax.Array]:
+    """The same for the kernel of head_dim 64."""
     flat = rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :heads]
     return flat[..., :dim], flat[..., dim : 2 * dim]
 
 
+# The parameters are those of tpu-inference's kernels, but for `merge` and `split`.
 def _attention(
     queries: jax.Array,
     keys: jax.Array,
@@ -86,35 +93,29 @@ def _attention(
     tokens, _, dim = queries.shape
     heads = keys.shape[1]
     page_size = kv_cache.shape[1]
-    num_slots = kv_cache.shape[0] * page_size
     tables = page_indices.reshape(kv_lens.shape[0], -1)
     num_requests = distribution[-1]
-
-    rows = jnp.arange(tokens)
-    in_batch = jnp.arange(kv_lens.shape[0]) < num_requests
-    ends = jnp.where(in_batch, cu_q_lens[1:], 2**31 - 1)
-    request = jnp.clip(
-        jnp.searchsorted(ends, rows, side="right"), 0, kv_lens.shape[0] - 1
-    )
-    exists = rows < cu_q_lens[num_requests]
-    starts = cu_q_lens[request]
-    positions = kv_lens[request] - (cu_q_lens[request + 1] - starts) + rows - starts
+    rows = flat_rows(cu_q_lens, num_requests, rows=tokens)
+    request = rows.request
+    context_lens = kv_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    positions = context_lens[request] + rows.place
 
     if update_kv_cache:
+        num_slots = kv_cache.shape[0] * page_size
         index = jnp.clip(positions // page_size, 0, tables.shape[1] - 1)
         slots = tables[request, index] * page_size + positions % page_size
-        slots = jnp.where(exists & (positions >= 0), slots, num_slots)
+        slots = jnp.where(rows.exists & (positions >= 0), slots, num_slots)
         flat = kv_cache.reshape(num_slots, *kv_cache.shape[2:])
         new = merge(keys, values).astype(kv_cache.dtype)
         kv_cache = flat.at[slots].set(new, mode="drop").reshape(kv_cache.shape)
 
+    causal = Attend(0, sm_scale, True, sliding_window, soft_cap)
     pages_per_tile = max(1, _TILE // page_size)
     tile = pages_per_tile * page_size
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_tile)))
     grouped = queries.astype(jnp.float32).reshape(tokens, heads, -1, dim)
 
-    def one_tile(owner, index, carry):
-        peak, norm, out = carry
+    def one_tile(owner, index, softmax):
         table = jax.lax.dynamic_slice(
             tables, (owner, index * pages_per_tile), (1, pages_per_tile)
         )[0]
@@ -122,38 +123,31 @@ def _attention(
         k, v = (x.astype(jnp.float32) for x in split(stored, heads, dim))
         k = k if k_scale is None else k * k_scale
         v = v if v_scale is None else v * v_scale
-        at = index * tile + jnp.arange(tile)
-        v = jnp.where((at < kv_lens[owner])[:, None, None], v, 0)
+        key_pos = index * tile + jnp.arange(tile)
+        exists = key_pos < kv_lens[owner]
+        v = jnp.where(exists[:, None, None], v, 0)
         scores = jnp.einsum("thgd,shd->thgs", grouped, k) * sm_scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        visible = (request == owner)[:, None] & (at < kv_lens[owner])
-        if use_causal_mask:
-            visible &= at <= positions[:, None]
-        if sliding_window is not None:
-            visible &= at > positions[:, None] - sliding_window
-        visible = visible[:, None, None, :]
-        scores = jnp.where(visible, scores, _MASKED)
-        new_peak = jnp.maximum(peak, scores.max(-1))
-        weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0)
-        decay = jnp.exp(peak - new_peak)
-        return (
-            new_peak,
-            norm * decay + weights.sum(-1),
-            out * decay[..., None] + jnp.einsum("thgs,shd->thgd", weights, v),
+        visible = sees(causal, positions[:, None], key_pos)
+        if not use_causal_mask:
+            # These kernels limit the window backwards only.
+            visible |= key_pos > positions[:, None]
+        visible &= (request == owner)[:, None] & exists
+        return softmax.add(
+            capped(causal, scores),
+            visible[:, None, None, :],
+            lambda weights: jnp.einsum("thgs,shd->thgd", weights, v),
         )
 
-    def one_request(owner, carry):
+    def one_request(owner, softmax):
         tiles = (kv_lens[owner] + tile - 1) // tile
-        return jax.lax.fori_loop(0, tiles, functools.partial(one_tile, owner), carry)
+        return jax.lax.fori_loop(0, tiles, functools.partial(one_tile, owner), softmax)
 
-    shape = grouped.shape[:3]
-    carry = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros(grouped.shape))
+    softmax = RunningSoftmax.empty(grouped.shape)
     if attention_sink is not None:
         sink = attention_sink.astype(jnp.float32).reshape(1, heads, -1)
-        carry = (jnp.broadcast_to(sink, shape), jnp.ones(shape), carry[2])
-    _, norm, out = jax.lax.fori_loop(0, num_requests, one_request, carry)
-    out = jnp.where(norm[..., None] > 0, out / norm[..., None], 0)
+        peak = jnp.broadcast_to(sink, softmax.peak.shape)
+        softmax = RunningSoftmax(peak, jnp.ones_like(peak), softmax.out)
+    out = jax.lax.fori_loop(0, num_requests, one_request, softmax).result()
     return out.reshape(queries.shape).astype(queries.dtype), kv_cache
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tpu-inference 0.32.0 needs to run on JAX's CPU backend, for development.
 
-Nothing here touches a TPU run: `apply` is called where `is_wanted` says so, which is
+Nothing here touches a TPU run: `apply` is called where `is_wanted` says so, that is,
 where `JAX_PLATFORMS=cpu` is set. All of it replaces module-level names of tpu-inference
 or JAX, since nothing there can be subclassed; this file is the one place for that. It
 imports tpu_inference inside its functions only: the platform is chosen while vllm is
@@ -51,9 +51,9 @@ def apply() -> None:
     _copy_host_buffers()
     _report_memory()
     _make_plain_meshes()
-    _use_reference_attention()
-    _use_reference_experts()
-    _let_float32_weights_go()
+    _use_plain_attention()
+    _use_plain_experts()
+    _clone_weights_before_conversion()
 
 
 def _drop_tpu_compiler_options() -> None:
@@ -110,30 +110,30 @@ def _make_plain_meshes() -> None:
     tpu_runner.make_optimized_mesh = make_mesh
 
 
-def _use_reference_attention() -> None:
+def _use_plain_attention() -> None:
     """The kernels are Pallas programs for TPUs (`attention_interface.py:62,65`)."""
     from tpu_inference.layers.common import attention_interface
 
-    from torchax_dflash.serving.cpu import attention as cpu_attention
+    from torchax_dflash.serving.cpu import attention
 
-    attention_interface.ragged_paged_attention = cpu_attention.ragged_paged_attention
+    attention_interface.ragged_paged_attention = attention.ragged_paged_attention
     attention_interface.ragged_paged_attention_hd64 = (
-        cpu_attention.ragged_paged_attention_hd64
+        attention.ragged_paged_attention_hd64
     )
 
 
-def _use_reference_experts() -> None:
+def _use_plain_experts() -> None:
     """As above, for mixtures of experts (`fused_moe_gmm.py:23,27`)."""
     from tpu_inference.kernels.sparse_core.dense_gather_reduce import _jax_fallback
     from tpu_inference.layers.common import fused_moe_gmm
 
-    from torchax_dflash.serving.cpu import experts as cpu_moe
+    from torchax_dflash.serving.cpu import experts
 
-    fused_moe_gmm.gmm_v2 = cpu_moe.gmm_v2
+    fused_moe_gmm.gmm_v2 = experts.gmm_v2
     fused_moe_gmm.dense_gather_reduce = _jax_fallback
 
 
-def _let_float32_weights_go() -> None:
+def _clone_weights_before_conversion() -> None:
     """A view by `.numpy()` pins the storage it then resizes (`unquantized.py:380`)."""
     from tpu_inference.layers.vllm.quantization import unquantized
 

@@ -19,8 +19,8 @@ _CPU_WORKER = "torchax_dflash.serving.plugin.worker.CpuWorker"
 class DFlashTpuPlatform(TpuPlatform):
     """TpuPlatform, but for the worker class and what requests may ask for.
 
-    `additional_config={"torchax_dflash": false}` switches it off for one engine. Nothing
-    is remembered here between engines: one platform serves all engines of a process.
+    `additional_config={"torchax_dflash": false}` switches it off for one engine. It
+    keeps no state: one platform serves all engines of a process.
     """
 
     @classmethod

@@ -9,6 +9,7 @@ from tpu_inference.worker.tpu_worker import TPUWorker
 
 from torchax_dflash.core.config import config_error
 from torchax_dflash.serving.cpu import stack
+from torchax_dflash.serving.drafting import warm_up
 from torchax_dflash.serving.drafting.proposer import TorchaxDFlashProposer
 from torchax_dflash.serving.plugin import options
 from torchax_dflash.serving.upstream import (
@@ -59,15 +60,15 @@ class DFlashWorker(CpuWorker):
         ):
             fault.install(runner)
 
-        def warm_up() -> None:
-            self._drafter.warm_up()
+        def compile_ours() -> None:
+            warm_up.warm_up(self._drafter)
             sampler.warm_up()
             logprobs.warm_up(runner)
 
         # tpu-inference compiles for the shapes of its own proposer and bitmasks
         # (`compilation_manager.py:1312,311`); ours differ.
         manager = runner.compilation_manager
-        manager._precompile_dflash_helpers = warm_up
+        manager._precompile_dflash_helpers = compile_ours
         manager._precompile_structured_decoding = structured_decoding.warm_up
 
     def load_model(self) -> None:
@@ -76,7 +77,7 @@ class DFlashWorker(CpuWorker):
         Raises:
             ValueError: the target's class cannot return them.
         """
-        layers = self._drafter.target_layers
+        layers = self._drafter.served.target_layers
         with aux_hidden_states.returned_by_target(self.model_runner, layers):
             super().load_model()
 
@@ -91,7 +92,7 @@ class DFlashWorker(CpuWorker):
         available = super().determine_available_memory() - drawn_bytes
         page_size = self.cache_config.block_size
         target = sum(s.page_size_bytes for s in self.get_kv_cache_spec().values())
-        draft = self._drafter.page_bytes(page_size)
+        draft = self._drafter.served.page_bytes(page_size)
         longest = self.model_config.max_model_len
         needed = -(-longest // page_size) * (target + draft)
         if needed > available and not self.cache_config.num_gpu_blocks_override:

@@ -19,6 +19,7 @@ from tpu_inference.layers.jax.sample.rejection_sampler import PLACEHOLDER_TOKEN_
 
 from torchax_dflash.core.accept import accept
 from torchax_dflash.core.sampling import SamplingState, probabilities
+from torchax_dflash.serving.flat_rows import FlatRows, flat_rows
 
 
 @jax.tree_util.register_dataclass
@@ -125,9 +126,9 @@ def verify(
         settings=sampling,
         positions=jnp.zeros(rows, jnp.int32),
     )
-    row, place, is_draft = _rows_and_places(drafts.lengths, flat)
-    main = accepted.token_ids[row, jnp.minimum(place, num_speculative_tokens)]
-    is_kept = is_draft & (place <= accepted.num_accepted[row])
+    request, place, exists = _rows(drafts.lengths, flat)
+    main = accepted.token_ids[request, jnp.minimum(place, num_speculative_tokens)]
+    is_kept = exists & (place <= accepted.num_accepted[request])
     all_accepted = accepted.num_accepted == drafts.lengths
     return jnp.concatenate(
         [
@@ -137,22 +138,19 @@ def verify(
     )
 
 
-def _rows_and_places(
-    lengths: jax.Array, flat: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of flat drafts [L]: request, place in it, and whether there is a draft at all."""
-    ends = jnp.cumsum(lengths)
-    rows = jnp.repeat(jnp.arange(lengths.shape[0]), lengths, total_repeat_length=flat)
-    index = jnp.arange(flat)
-    return rows, index - (ends - lengths)[rows], index < ends[-1]
+def _rows(lengths: jax.Array, flat: int) -> FlatRows:
+    """Whose the flat drafts [L] are."""
+    query_start_loc = jnp.pad(jnp.cumsum(lengths), (1, 0))
+    return flat_rows(query_start_loc, lengths.shape[0], rows=flat)
 
 
 def mask_beyond_limits(
     draft_token_ids: jax.Array, num_draft_tokens: jax.Array, limits: jax.Array
 ) -> jax.Array:
     """Drafts [L] that may not be accepted become -1, which no target chooses."""
-    rows, place, _ = _rows_and_places(num_draft_tokens, draft_token_ids.shape[0])
-    return jnp.where(place < limits[rows], draft_token_ids, PLACEHOLDER_TOKEN_ID)
+    rows = _rows(num_draft_tokens, draft_token_ids.shape[0])
+    may_be_accepted = rows.place < limits[rows.request]
+    return jnp.where(may_be_accepted, draft_token_ids, PLACEHOLDER_TOKEN_ID)
 
 
 def bonus_only(bonus_token_ids: jax.Array, *, rows: int) -> jax.Array:
