@@ -56,7 +56,7 @@ def test_outputs_equal_the_engine_without_a_draft():
 
 
 def test_the_cached_prefix_is_used():
-    """What its drafts are is tested above; here, that nothing was computed anew."""
+    """What its drafts are is tested above; here, that nothing was computed twice."""
     metrics = served("llama", False).metrics
     hits = "vllm:prefix_cache_hits"
     first, second = metrics["shared prefix"], metrics["shared prefix, cached"]

@@ -131,7 +131,7 @@ with_dflash = pytest.mark.parametrize("asynchronous", [True, False])
 
 
 def target_logits(prompt: list[int], output: list[int]) -> torch.Tensor:
-    """What the target says before each output token, [tokens, V]."""
+    """The target's logits before each output token, [tokens, V]."""
     ids = torch.tensor([prompt + output])
     with torch.no_grad():
         logits = pair("llama", False).torch_target(ids, use_cache=False).logits
@@ -148,8 +148,8 @@ def test_a_temperature_near_zero_is_greedy(asynchronous):
         PROMPTS, engine.outputs["cold"], engine.outputs["greedy"], strict=True
     ):
         logits = target_logits(prompt, cold)
-        said = logits.gather(1, torch.tensor(cold)[:, None])[:, 0]
-        assert (logits.max(-1).values - said).max() < 20 * 0.01
+        chosen = logits.gather(1, torch.tensor(cold)[:, None])[:, 0]
+        assert (logits.max(-1).values - chosen).max() < 20 * 0.01
         equal += cold == greedy
     assert equal > len(PROMPTS) // 2
 

@@ -3,7 +3,7 @@
 
 Both proposers see the same events of the same engine (`serving_shadows.py`). Where the
 peer's known faults are avoided, both draft the same; each fault is pinned by a strict
-expected failure, so a version of tpu-inference that mends it is noticed. Ours is held
+expected failure, so a version of tpu-inference that fixes it is noticed. Ours is held
 against the unmodified PyTorch module everywhere.
 """
 
@@ -194,7 +194,7 @@ def test_untied_targets(who, family):
 
 @functools.cache
 def errors_of_the_peers_engine() -> dict[str, str | None]:
-    """What the engine says at start-up with the peer instead of our plugin."""
+    """The error at start-up with the peer instead of our plugin."""
     pytorch = {"MODEL_IMPL_TYPE": "vllm", "DRAFT_MODEL_IMPL_TYPE": "vllm"}
     jobs = {}
     for name, head_dim, draft_head_dim, environment in (
@@ -211,8 +211,8 @@ def errors_of_the_peers_engine() -> dict[str, str | None]:
         )
         environment = _JAX_NATIVE | environment | {"SKIP_JAX_PRECOMPILE": "0"}
         jobs[name] = {"engine": arguments, "environment": environment}
-    said = run_engine({"refused": list(jobs.values())})["errors"]
-    return dict(zip(jobs, said, strict=True))
+    errors = run_engine({"refused": list(jobs.values())})["errors"]
+    return dict(zip(jobs, errors, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ def logprobs_error(engine) -> float:
     ):
         for index, token in enumerate(output):
             want = next_logprobs(prompt + output[:index])[token]
-            said = given[index].get(str(token), -100.0)
-            errors.append(abs(said - float(want)))
+            logprob = given[index].get(str(token), -100.0)
+            errors.append(abs(logprob - float(want)))
     return max(errors)
 
 
@@ -192,7 +192,7 @@ def test_drawn_drafts_elsewhere(way):
     """Another kind of draft, of device mesh, or of target: the same distribution."""
     drawn, greedy, engine = sampled("probabilistic", FEW, **ELSEWHERE[way])
     assert min(served_p_value(drawn, name) for name in SETTINGS) > 1e-3
-    assert engine.metrics["sampled"][ACCEPTED] > FEW  # drafts do stand
+    assert engine.metrics["sampled"][ACCEPTED] > FEW  # some drafts are accepted
     assert (greedy == greedy_text()).all()
     assert logprobs_error(engine) < 1e-4
     assert structured_are_valid(engine)
@@ -204,7 +204,7 @@ def test_a_wrong_rule_is_noticed():
 
 
 def test_tpu_inferences_own_rule_is_noticed():
-    """Where this fails, it is mended there, and ours can go."""
+    """If this fails, it is fixed there, and ours can be deleted."""
     drawn, greedy, _ = sampled("greedy", FEW, broken="tpu_inference")
     assert served_p_value(drawn, "filters") < 1e-6
     assert (greedy != greedy_text()).any()

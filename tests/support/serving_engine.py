@@ -130,7 +130,7 @@ def model_runner(engine):
 
 
 def refused(engines: list[dict]) -> dict:
-    """What each engine says instead of starting."""
+    """Why each engine does not start."""
     errors = []
     for job in engines:
         os.environ.update(ENVIRONMENT | job.get("environment", {}))

@@ -33,7 +33,7 @@ DRAFTED = "vllm:spec_decode_num_drafts"
 
 
 def run_engine(job: dict) -> dict:
-    """One engine start; raises with the engine's own words if it fails."""
+    """One engine start; raises with the engine's output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder) / "job.json", Path(folder) / "result.json"
         request.write_text(json.dumps(job))
@@ -187,7 +187,7 @@ def token_ids(outputs) -> list[list[int]]:
 
 
 class DraftOracle:
-    """What the unmodified draft proposes, from features computed anew each time."""
+    """What the unmodified draft proposes, from features computed for each text."""
 
     def __init__(self, tiny: SimpleNamespace, ids: list[int]) -> None:
         self.target, self.draft, self.ids = tiny.torch_target, tiny.torch_draft, ids

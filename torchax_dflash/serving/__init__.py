@@ -36,7 +36,7 @@ class PluginState:
 
     Attributes:
         is_active: vLLM will use our platform.
-        reason: why, in a few words.
+        reason: why or why not, for a user.
     """
 
     is_active: bool

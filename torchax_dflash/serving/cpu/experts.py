@@ -16,6 +16,7 @@ from torchax_dflash.core.config import config_error
 _LANES = 128
 
 
+# The parameters are tpu-inference's.
 def gmm_v2(
     lhs: jax.Array,
     rhs: jax.Array,

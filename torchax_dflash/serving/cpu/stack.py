@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tpu-inference 0.32.0 needs to run on JAX's CPU backend, for development.
 
-Nothing here touches a TPU run: `apply` is called where `is_wanted` says so, that is,
-where `JAX_PLATFORMS=cpu` is set. All of it replaces module-level names of tpu-inference
+Nothing here affects a TPU run: `apply` is called only if `is_wanted()`, that is, if
+`JAX_PLATFORMS=cpu` is set. All of it replaces module-level names of tpu-inference
 or JAX, since nothing there can be subclassed; this file is the one place for that. It
 imports tpu_inference inside its functions only: the platform is chosen while vllm is
 still being imported.

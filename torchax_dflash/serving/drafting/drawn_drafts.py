@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose drafts are drawn, and what they were drawn from, until they are verified.
+"""Drawn drafts: which requests have them, and the q that they were drawn from.
 
-Only with `draft_sample_method` "probabilistic". What drafts were drawn from, q, stays
-on the device: one buffer of max_num_seqs * K * V float32, replicated on every device.
+Only with `draft_sample_method` "probabilistic". q is kept on the device until the
+drafts are verified, in one buffer of max_num_seqs * K * V float32, replicated on every
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class DrawnDrafts:
     """The drafts of the last step.
 
     Attributes:
-        rows: requests whose drafts were drawn -> their rows in `probs`.
+        rows: request ids with drawn drafts -> their rows in `probs`.
         probs: float32 [max_num_seqs, K, V], what they were drawn from; None until
             `allocate`.
     """

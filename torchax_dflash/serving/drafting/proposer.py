@@ -184,7 +184,7 @@ class TorchaxDFlashProposer(DFlashProposer):
     ) -> jax.Array:
         """Drafts for the first `rows` of the batch, int32 [B, K].
 
-        The likeliest tokens, or with `sampling` drawn ones, whose q goes to `drawn`.
+        The likeliest tokens; with `sampling`, drawn ones, and their q goes to `drawn`.
         """
         served, k = self.served, self.num_speculative_tokens
         block = (served.draft, served.head, served.pool, anchors, context)

@@ -62,7 +62,7 @@ class ServedDraft:
         self._num_devices = mesh.size
 
     def take_head(self, target_state: dict[str, jax.Array] | nnx.State) -> None:
-        """Borrows the target's embedding and head.
+        """Takes the target's embedding and head; they stay the target's.
 
         Args:
             target_state: arrays by name (PyTorch path), or an `nnx.State`.
@@ -86,7 +86,7 @@ class ServedDraft:
 
         Args:
             aux_hidden_states: of each of `target_layers` [T, D].
-            final_hidden_states: [T, D], the target's normalised output; stands for the
+            final_hidden_states: [T, D], the target's normalised output, used for its
                 last layer (see `upstream/final_hidden_states.py`).
 
         Returns:

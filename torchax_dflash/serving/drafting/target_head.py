@@ -45,7 +45,7 @@ class ServedHead:
 
         Args:
             arrays: `runner.state` of a PyTorch-path target.
-            tied: the config says that the head is the embedding.
+            tied: by the config, the head is the embedding.
             vocab_size: V without padding.
             hidden_size: the draft's D.
 

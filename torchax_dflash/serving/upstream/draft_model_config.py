@@ -5,8 +5,8 @@ Version: 0.32.0, `VllmConfig._get_v1_model_runner_unsupported_features`,
 config/vllm.py:2997.
 
 After the platform has checked the config, vLLM refuses DFlash-2 drafts and drafts with
-both sliding-window and full attention, because its first model runner (the one whose
-rules hold on TPUs) cannot run them. Ours reads the draft from its folder and keeps its
+both sliding-window and full attention, because its V1 model runner, whose rules
+apply on TPUs, cannot run them. Ours reads the draft from its folder and keeps its
 K/V itself, so none of this applies.
 
 Delete this file when vLLM leaves the decision to the platform.

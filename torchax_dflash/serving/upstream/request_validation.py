@@ -6,9 +6,9 @@ Version: 0.32.0, `InputProcessor.process_inputs`, v1/engine/input_processor.py:4
 `current_platform.validate_request(engine_input, params)` is called for the requests of
 every engine of a process, on one platform object and without the engine's config. With
 two engines in a process, one with DFlash and one without, the platform cannot tell
-whose request it sees. The input processor can: each engine has one, with its config.
-(Logits processors have a `validate_params` for each engine, but vLLM loads none on
-TPUs: v1/sample/logits_processor/__init__.py:183.)
+which engine a request is for. The input processor can: each engine has its own, which
+knows its config. (Logits processors have a `validate_params` for each engine, but vLLM
+loads none on TPUs: v1/sample/logits_processor/__init__.py:183.)
 
 Delete this file when `validate_request` is given the `VllmConfig`.
 """

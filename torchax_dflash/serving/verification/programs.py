@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of the rejection sampler: the accept rule on flat rows, and two small ones.
 
-The runner gives the drafts of all requests in turn, [L], and says how many each has,
-[R]. Accepted tokens are returned in the same places, the bonus tokens after them:
+The runner gives the drafts of all requests in turn, [L], and how many each has, [R].
+Accepted tokens are returned in the same places, the bonus tokens after them:
 
     num_draft_tokens   3, 0, 2
     token_ids          a a a | c c | padding …
@@ -45,7 +45,7 @@ class FlatDrafts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TargetRows:
-    """What the target says about the drafts of a step; a pytree.
+    """The target's logits at the drafts of a step, and how to sample; a pytree.
 
     Attributes:
         logits: [L, V padded], at the place of each draft.

@@ -117,7 +117,7 @@ class DFlashRejectionSampler(RejectionSampler):
             )
 
     def _prepare_async_token_substitution_indices(self, *args: Any) -> Any:
-        """As the runner's; notes whose drafts come from the last step's tokens."""
+        """As the runner's; notes which rows take their drafts from the last step."""
         indices = self._original_indices(*args)
         _, of_last_step = indices
         block = self._drafter.num_speculative_tokens + 1
