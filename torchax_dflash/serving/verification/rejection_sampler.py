@@ -128,9 +128,10 @@ class DFlashRejectionSampler(RejectionSampler):
         """As the runner's; notes how many drafts there are, and the rows of their q."""
         self._substituted_rows = frozenset()
         inputs = self._original_prepare_inputs(scheduler_output)
-        self.draft_lengths = spec_decode_metadata_of(inputs).draft_lengths_cpu
+        lengths = spec_decode_metadata_of(inputs).draft_lengths_cpu
+        self.draft_lengths = lengths
         self.limits = None
-        self._q_rows = self._find_q_rows(len(self.draft_lengths), scheduler_output)
+        self._q_rows = self._find_q_rows(len(lengths), scheduler_output)
         return inputs
 
     def _find_q_rows(self, rows: int, scheduler_output: Any) -> np.ndarray:
