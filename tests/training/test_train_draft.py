@@ -183,7 +183,7 @@ def test_ctrl_c_keeps_everything(target, generated):
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert "the same command goes on from here" in printed
+    assert "interrupted; run the same command again to continue" in printed
     assert (generated / "stopped" / "draft" / "model.safetensors").is_file()
     assert list((generated / "stopped" / "checkpoints").glob("0*"))
 

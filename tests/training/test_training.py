@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchax_dflash import DraftModel
 from torchax_dflash.training.model.anchored import anchored_hidden_states
 from torchax_dflash.training.model.loss import Batch, Vocabulary, block_targets, score
-from torchax_dflash.training.model.teacher import think
+from torchax_dflash.training.model.teacher import teacher_outputs
 
 LAYER_IDS = (0, 2, 3)
 
@@ -29,22 +29,22 @@ def sequences(count=3, length=24, seed=0):
 
 
 def make_batch(target, ids, lengths, anchors):
-    thoughts = think(target, ids, lengths, layer_ids=LAYER_IDS)
+    outputs = teacher_outputs(target, ids, lengths, layer_ids=LAYER_IDS)
     return Batch(
         token_ids=jnp.array(ids),
         lengths=jnp.array(lengths),
-        features=thoughts.features,
-        choices=thoughts.choices,
-        logprobs=thoughts.logprobs,
+        features=outputs.features,
+        choices=outputs.choices,
+        logprobs=outputs.logprobs,
         anchors=jnp.array(anchors),
     )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_thoughts_equal_pytorch(family):
+def test_teacher_outputs_equal_pytorch(family):
     tiny = pair(family, True)
     ids, lengths = sequences()
-    thoughts = think(tiny.target, ids, lengths, layer_ids=LAYER_IDS)
+    outputs = teacher_outputs(tiny.target, ids, lengths, layer_ids=LAYER_IDS)
     for row, length in enumerate(lengths):
         with torch.no_grad():
             out = tiny.torch_target(
@@ -53,12 +53,12 @@ def test_thoughts_equal_pytorch(family):
             )
         states = [out.hidden_states[i + 1] for i in LAYER_IDS]
         want = torch.cat(states, dim=-1)[0].numpy()
-        got = thoughts.features[row, :length]
+        got = outputs.features[row, :length]
         np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
         best, choices = out.logits[0].log_softmax(-1).topk(8)
-        np.testing.assert_array_equal(thoughts.choices[row, :length], choices)
-        np.testing.assert_allclose(thoughts.logprobs[row, :length], best, atol=1e-4)
-        assert not np.asarray(thoughts.features[row, length:]).any()
+        np.testing.assert_array_equal(outputs.choices[row, :length], choices)
+        np.testing.assert_allclose(outputs.logprobs[row, :length], best, atol=1e-4)
+        assert not np.asarray(outputs.features[row, length:]).any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -204,13 +204,12 @@ def test_a_part_of_the_vocabulary_gives_the_same_loss_if_it_is_all_of_it():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-def test_rows_are_cut_into_slices_without_changing_anything(monkeypatch):
+def test_rows_are_cut_into_slices_without_changing_anything():
     tiny = pair("llama", False)
     ids, lengths = sequences()
     batch = make_batch(tiny.target, ids, lengths, np.array([[2, 7]] * 3, np.int32))
     how = {"block_size": 4, "gamma": 4.0, "soft": 0.3}
     want = score(tiny.draft, tiny.target, batch, **how)
-    monkeypatch.setattr("torchax_dflash.training.model.loss._ROWS", 5)
-    got = score(tiny.draft, tiny.target, batch, **how)
+    got = score(tiny.draft, tiny.target, batch, logit_rows=5, **how)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)

@@ -8,25 +8,11 @@ from draft_files import own_tensors, write_speculators
 from test_bad_input import assert_four_parts
 
 from torchax_dflash import DraftModel
+from torchax_dflash.training.model.initial_draft import load_draft
 from torchax_dflash.training.report.export import export
+from torchax_dflash.training.run.initial_state import initial_state
 from torchax_dflash.training.run.recipe import Recipe
-from torchax_dflash.training.run.start import prepare, starting_draft
-from torchax_dflash.training.run.trainer import start
-
-
-def start_from(folder, target):
-    return starting_draft(
-        folder,
-        folder,
-        target,
-        [],
-        num_layers=2,
-        dflash2=False,
-        block_size=4,
-        mask_token_id=None,
-        target_layer_ids=None,
-        seed=0,
-    )
+from torchax_dflash.training.run.trainer import new_state
 
 
 def test_starting_from_the_speculators_format(tmp_path):
@@ -34,7 +20,7 @@ def test_starting_from_the_speculators_format(tmp_path):
     target = pair("llama", False).target
     module = make_torch_draft(dflash_config={"target_layer_ids": [0, 1]})
     write_speculators(tmp_path / "given", module, {}, num_target_layers=None)
-    draft = start_from(tmp_path / "given", target)
+    draft = load_draft(tmp_path / "given", target, largest_block=4)
     export(draft, tmp_path / "plain", dtype="float32")
     again = DraftModel.from_pretrained(tmp_path / "plain")
     assert again.config.num_target_layers == TARGET_LAYERS
@@ -82,8 +68,8 @@ def test_drafts_with_their_own_embedding_or_head_are_refused(tmp_path, brings):
     write_speculators(tmp_path, make_torch_draft(), own_tensors(**brings))
     draft = DraftModel.from_pretrained(tmp_path)
     for refused in (
-        lambda: start_from(tmp_path, target),
-        lambda: prepare(draft, target, None, Recipe()),
+        lambda: load_draft(tmp_path, target, largest_block=4),
+        lambda: initial_state(draft, target, None, Recipe()),
         lambda: export(draft, tmp_path / "out"),
     ):
         with pytest.raises(ValueError, match="expected") as error:
@@ -95,7 +81,7 @@ def test_quantised_drafts_are_refused(tmp_path):
     draft = DraftModel.from_torch(make_torch_draft(), quantization="int8")
     scale = np.ones(draft.config.feature_size, np.float32)
     for refused in (
-        lambda: start(draft, scale, Recipe()),
+        lambda: new_state(draft, scale, Recipe()),
         lambda: export(draft, tmp_path / "out"),
     ):
         with pytest.raises(ValueError, match="expected") as error:

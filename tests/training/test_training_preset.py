@@ -64,7 +64,7 @@ def test_the_tpu_preset_compiles_for_one_device():
 
     def start(params):
         scale = jnp.ones(draft.config.feature_size)
-        return trainer.start(replace(draft, params=params), scale, recipe)
+        return trainer.new_state(replace(draft, params=params), scale, recipe)
 
     state = jax.eval_shape(start, draft.params)
     frozen = trainer.Frozen(draft=trainer.frozen_part(draft), target=target)

@@ -8,12 +8,12 @@ import pytest
 from conftest import pair
 from test_training import sequences
 
+from torchax_dflash.training.data.builtin_prompts import builtin_prompts
 from torchax_dflash.training.data.evaluation_questions import (
     SETS,
     Overlap,
     evaluation_questions,
 )
-from torchax_dflash.training.data.prompts import builtin_mix
 from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.model.feature_store import FeatureStore
 from torchax_dflash.training.run.batches import Batches
@@ -21,9 +21,9 @@ from torchax_dflash.training.run.recipe import Recipe
 
 
 def test_the_mix_is_the_same_for_the_same_seed():
-    prompts = list(islice(builtin_mix(3), 60))
-    assert prompts == list(islice(builtin_mix(3), 60))
-    assert prompts != list(islice(builtin_mix(4), 60))
+    prompts = list(islice(builtin_prompts(3), 60))
+    assert prompts == list(islice(builtin_prompts(3), 60))
+    assert prompts != list(islice(builtin_prompts(4), 60))
     assert len({prompt.text for prompt in prompts}) == 60
     kinds = [prompt.kind for prompt in prompts]
     assert [kinds.count(kind) for kind in ("code", "math", "chat")] == [24, 18, 18]
@@ -40,7 +40,7 @@ def test_evaluation_questions_and_what_shares_their_words_are_refused():
     assert not refuse("What would a river say to a boat about the sea and the moon?")
 
 
-def test_stored_features_give_the_batches_that_thinking_again_gives(tmp_path):
+def test_stored_features_give_the_same_batches_as_computed_ones(tmp_path):
     tiny = pair("llama", False)
     ids, lengths = sequences(count=9)
     data = [

@@ -21,8 +21,8 @@ from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.report.export import export
 from torchax_dflash.training.run import checkpoint
 from torchax_dflash.training.run.batches import Batches
+from torchax_dflash.training.run.initial_state import initial_state
 from torchax_dflash.training.run.recipe import Recipe
-from torchax_dflash.training.run.start import prepare
 from torchax_dflash.training.run.trainer import trained_draft
 from torchax_dflash.training.run.training_run import Cadence, Run
 
@@ -81,7 +81,7 @@ def make_run(tiny, sequences, recipe, folder, draft=None, **cadence):
         layer_ids=draft.config.target_layer_ids,
         store=None,
     )
-    state, frozen = prepare(draft, tiny.target, batches, recipe)
+    state, frozen = initial_state(draft, tiny.target, batches, recipe)
     cadence = {"log": 5, "held_out": 1000, "checkpoint": 1000} | cadence
     run = Run(folder, recipe, frozen, batches, {"target": "x"}, Cadence(**cadence))
     return run, state
@@ -196,7 +196,6 @@ MESH = """
     import sys
     from pathlib import Path
 
-    sys.path.insert(0, sys.argv[1])
     import jax
     import numpy as np
     from dataclasses import replace
@@ -210,11 +209,11 @@ MESH = """
     tiny = pair("llama", False)
     data = answers(tiny, random_prompts(12, longest=8))
     RECIPE = replace(RECIPE, steps=6, stages=((6, 1.0),))
-    run, state = make_run(tiny, data, RECIPE, Path(sys.argv[2]) / "one")
+    run, state = make_run(tiny, data, RECIPE, Path(sys.argv[1]) / "one")
     one = run.train(state, ignore)
 
     mesh = make_mesh(4, 2)
-    run, state = make_run(tiny, data, RECIPE, Path(sys.argv[2]) / "eight")
+    run, state = make_run(tiny, data, RECIPE, Path(sys.argv[1]) / "eight")
     run.batches.mesh = mesh
     state, run.frozen = shard_state(state, run.frozen, mesh)
     weight = state.params["layers.0.mlp.gate_proj.weight"]
@@ -231,12 +230,13 @@ def test_a_mesh_of_devices_gives_the_same_numbers(tmp_path):
     script = tmp_path / "mesh.py"
     script.write_text(textwrap.dedent(MESH))
     tests = Path(__file__).parent.parent
+    places = (tests.parent, tests, tests / "support", tests / "training")
     result = subprocess.run(
-        [sys.executable, script, tests, tmp_path],
+        [sys.executable, script, tmp_path],
         env={
             **os.environ,
             "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "PYTHONPATH": str(tests.parent),
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
         },
         capture_output=True,
         text=True,

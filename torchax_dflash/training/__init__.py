@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training drafts: the target's own answers, anchored blocks, a loss, a report.
+"""Training of drafts: from prompts to a checkpoint and a report.
 
-    prompts    what to ask the target           (JSONL, text files, a built-in mix)
-    sequences  what it answered                 sequences.jsonl
-    features   what it thought meanwhile        features/00000.safetensors, …
-    anchored   blocks at many positions, one forward of the unmodified draft
-    loss       of the draft's words against the target's own choices
-    selection  and of what DFlash-2's selector makes of them
-    trainer    steps, checkpoints, exact resume
-    evaluation acceptance through the real generator
+    prompts -> answers of the target -> features -> steps -> checkpoint -> acceptance
 
-`scripts/train_draft.py` is the command line over it.
+    data/    prompts, and token sequences: the target's own answers, or texts
+    model/   the draft to train, the teacher's outputs, the forward and the loss
+    run/     batches, steps, checkpoints, exact resume
+    report/  export, evaluation through the real generator, a model card
+
+Each folder imports only from those above it. The command `torchax-dflash train` is in
+`torchax_dflash.cli`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-distillation data: the target's own answers, by plain decoding in batches."""
+"""Self-distillation data: the target's own answers, from batched plain decoding."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from torchax_dflash.core.config import config_error
 from torchax_dflash.generation import text
 from torchax_dflash.generation.generator import Generator
-from torchax_dflash.generation.request import SamplingParams
+from torchax_dflash.generation.sampling_params import SamplingParams
 from torchax_dflash.training.data.prompts import TrainingPrompt
 from torchax_dflash.training.data.sequences import SequenceStore, TokenSequence
 
-_PORTION = 4096  # prompts handed to the generator at a time
+_CHUNK = 4096  # prompts handed to the generator at a time
 
 
 @dataclass
 class AnswerProgress:
-    """How far answering has come.
+    """Counts of the current run.
 
     Attributes:
-        answers: finished in this run.
-        tokens: of those answers.
-        left_out: prompts that were too long or too close to evaluation questions.
+        answers: finished answers.
+        tokens: tokens in those answers.
+        left_out: prompts that were too long or too close to an evaluation question.
     """
 
     answers: int = 0
@@ -45,28 +45,32 @@ def answer(
     refuse: Callable[[str], bool],
     on_answer: Callable[[AnswerProgress], None],
 ) -> AnswerProgress:
-    """Asks every prompt that has no answer yet, and stores the answers as they end.
+    """Answers every prompt that has no answer yet; stores each answer when it ends.
 
     Args:
-        generator: of the target, without a draft.
-        prompts: may be endless if `on_answer` stops the run.
-        store: where answers go; a prompt it already holds is not asked again.
-        max_tokens: most tokens of an answer.
-        sampled_share: of prompts whose answers are drawn; the others are greedy.
-        temperature: of drawn answers.
-        refuse: whether a text must not be trained on.
-        on_answer: called after each answer; what it raises ends the run.
+        generator: runs the target, without a draft.
+        prompts: may be endless if `on_answer` raises to stop the run.
+        store: receives the answers; prompts that it already holds are skipped.
+        max_tokens: the most tokens in an answer.
+        sampled_share: share of the prompts whose answers are sampled; the others are
+            answered greedily.
+        temperature: of the sampled answers.
+        refuse: tells whether a text must not be trained on.
+        on_answer: called after each answer; an exception from it ends the run.
+
+    Returns:
+        The final counts.
 
     Raises:
         ValueError: the target has no chat template, or a number is out of range.
     """
     if not 0 <= sampled_share <= 1:
         raise config_error(
-            "--sampled-share", "0 to 1", sampled_share, "0 makes all answers greedy."
+            "--sampled-share", "0 to 1", sampled_share, "With 0 all answers are greedy."
         )
 
     def params_of(prompt: TrainingPrompt) -> SamplingParams:
-        # By content, so that a prompt is treated alike whenever it is asked.
+        # From its text, so that a prompt gets the same parameters in every run.
         digest = zlib.crc32(prompt.text.encode())
         sampled = digest % 1000 < 1000 * sampled_share
         return SamplingParams(
@@ -77,16 +81,23 @@ def answer(
 
     progress = AnswerProgress()
     known = {sequence.prompt for sequence in store}
-    fresh = _askable(generator, prompts, known, max_tokens, refuse, progress)
-    while portion := list(islice(fresh, _PORTION)):
-        # Drawn ones last: a batch without any is faster.
-        portion.sort(key=lambda item: params_of(item[0]).temperature)
-        params = [params_of(prompt) for prompt, _ in portion]
-        stream = generator.stream([token_ids for _, token_ids in portion], params)
+    fresh = _new_prompts(
+        generator,
+        prompts,
+        known,
+        max_tokens=max_tokens,
+        refuse=refuse,
+        progress=progress,
+    )
+    while chunk := list(islice(fresh, _CHUNK)):
+        # Sampled ones last: a batch without any is faster.
+        chunk.sort(key=lambda item: params_of(item[0]).temperature)
+        params = [params_of(prompt) for prompt, _ in chunk]
+        stream = generator.stream([token_ids for _, token_ids in chunk], params)
         for event in stream:
             if event.output.finish_reason is None:
                 continue
-            prompt, token_ids = portion[event.index]
+            prompt, token_ids = chunk[event.index]
             store.append(
                 TokenSequence(
                     prompt=prompt.text,
@@ -103,7 +114,7 @@ def answer(
 
 
 def chat_token_ids(tokenizer: Any, question: str) -> list[int]:
-    """A question in the target's chat template, up to where the answer starts.
+    """Token ids of a question in the target's chat template, up to the answer.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -118,15 +129,16 @@ def chat_token_ids(tokenizer: Any, question: str) -> list[int]:
     return text.chat_token_ids(tokenizer, question)
 
 
-def _askable(
+def _new_prompts(
     generator: Generator,
     prompts: Iterable[TrainingPrompt],
     known: set[str],
+    *,
     max_tokens: int,
     refuse: Callable[[str], bool],
     progress: AnswerProgress,
 ) -> Iterator[tuple[TrainingPrompt, list[int]]]:
-    """Prompts that are new, allowed, and leave room for a whole answer."""
+    """Prompts that are new, allowed, and leave room for a full answer."""
     for prompt in prompts:
         if prompt.text in known:
             continue

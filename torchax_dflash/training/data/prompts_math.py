@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Word problems and puzzles: `reasoning-gym`'s, and some of our own."""
+"""Mathematics prompts: word problems and puzzles of `reasoning-gym`, and our own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Iterator
 
 import reasoning_gym
 
-from torchax_dflash.training.data.phrases import PHRASES
+from torchax_dflash.training.data.phrases import MATH_QUESTION, PHRASES
 
-ASK = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-"""The wording of the `dflash` package's benchmark."""
-
-_WORDS = PHRASES["math"]
+_PHRASES = PHRASES["math"]
 _GYM_SUFFIX = " Give the result as your final answer. Do not include units."
 
 
@@ -23,15 +20,15 @@ def prompts(seed: int) -> Iterator[str]:
     while True:
         start = rng.randrange(1 << 30)
         symbolic = _gym("gsm_symbolic", start, 300)
-        puzzles = [q for task in _WORDS["gym_tasks"] for q in _gym(task, start, 8)]
+        puzzles = [q for task in _PHRASES["gym_tasks"] for q in _gym(task, start, 8)]
         rng.shuffle(puzzles)
         stories = [_story(rng) for _ in range(300)]
         for index, problem in enumerate(symbolic):
-            yield ASK.format(problem)
+            yield MATH_QUESTION.format(problem)
             if index % 3 < 2 and puzzles:
                 puzzle = puzzles.pop()
-                yield ASK.format(puzzle) if rng.random() < 0.7 else puzzle
-            yield ASK.format(stories.pop())
+                yield MATH_QUESTION.format(puzzle) if rng.random() < 0.7 else puzzle
+            yield MATH_QUESTION.format(stories.pop())
 
 
 def _gym(task: str, seed: int, size: int) -> list[str]:
@@ -41,12 +38,12 @@ def _gym(task: str, seed: int, size: int) -> list[str]:
 
 
 def _story(rng: random.Random) -> str:
-    a, b, c = rng.sample(_WORDS["names"], 3)
-    return rng.choice(_WORDS["stories"]).format(
+    a, b, c = rng.sample(_PHRASES["names"], 3)
+    return rng.choice(_PHRASES["stories"]).format(
         a=a,
         b=b,
         c=c,
-        o=rng.choice(_WORDS["things"]),
+        o=rng.choice(_PHRASES["things"]),
         x=rng.randint(3, 40),
         y=rng.randint(2, 30),
         z=rng.randint(2, 12),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions that the target writes itself, for when there are no prompts at hand.
+"""Prompts that the target writes itself.
 
-An instruction-tuned model that is given its chat template up to where the user speaks
-goes on as a user: with the sort of questions it was tuned on. (Xu et al. 2024,
-"Magpie: Alignment Data Synthesis from Scratch".)
+Given its chat template up to the user's turn, an instruction-tuned model continues as
+the user, with the kind of questions that it was tuned on (Xu et al. 2024, "Magpie:
+Alignment Data Synthesis from Scratch").
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 
 from torchax_dflash.core.config import config_error
 from torchax_dflash.generation.generator import Generator
-from torchax_dflash.generation.request import SamplingParams
-from torchax_dflash.training.data.prompts import TrainingPrompt, lines_of, read_prompts
+from torchax_dflash.generation.sampling_params import SamplingParams
+from torchax_dflash.training.data.prompts import TrainingPrompt, read_prompt_file
 from torchax_dflash.training.data.storage import cut_torn_line
 
 _MARK = "QUESTION"
-_SHORTEST, _LONGEST = 4, 96  # tokens of a question, with its end
-_TRIES = 8  # for each question wanted, before giving up
-_PORTION = 1024  # tries that the generator is given at a time
+_MIN_TOKENS, _MAX_TOKENS = 4, 96  # of a question, including the token that ends it
+_MAX_ATTEMPTS = 8  # per question wanted
+_CHUNK = 1024  # attempts handed to the generator at a time
 
 
 @dataclass(frozen=True)
 class UserTurn:
-    """The part of a chat template where the user speaks.
+    """The user's turn in a chat template.
 
     Attributes:
-        opening: its tokens up to there.
-        stop_token_ids: what ends the turn, where that is a special token.
-        stop: what ends the turn as text, where it is none.
+        opening: token ids of the template up to the user's text.
+        stop_token_ids: the special token that ends the turn, if one does.
+        stop: otherwise the text that ends it.
     """
 
     opening: list[int]
@@ -54,36 +54,36 @@ def write_prompts(
     """Lets the target write questions until there are `number` of them.
 
     Args:
-        generator: of the target, with its tokenizer.
-        number: of questions, with those that `file` already holds.
-        file: JSON lines that `read_prompts` reads; each question is on disk as soon as
-            it is finished, and an interrupted run goes on behind the last.
-        seed: of everything random.
-        on_prompt: called with (questions there, questions wanted).
+        generator: runs the target, with its tokenizer.
+        number: questions wanted, including those that `file` already holds.
+        file: JSON lines, see `read_prompt_file`. Each question is on disk as soon as it
+            is finished; an interrupted run continues after the last one.
+        seed: for the sampling.
+        on_prompt: called with (questions so far, questions wanted).
 
     Returns:
-        The questions, each once: those that came to their end, of 4 to 96 tokens.
+        Distinct questions of 4 to 96 tokens.
 
     Raises:
-        ValueError: the target has no chat template, or hardly ever ends a question.
+        ValueError: the target has no chat template, or rarely ends a question.
     """
     turn = user_turn(generator.tokenizer)
-    longest = min(_LONGEST, generator.max_model_len - len(turn.opening))
-    if longest < _SHORTEST:
+    max_tokens = min(_MAX_TOKENS, generator.max_model_len - len(turn.opening))
+    if max_tokens < _MIN_TOKENS:
         raise config_error(
             "--max-model-len",
-            f"at least {len(turn.opening) + _SHORTEST}, for a question",
+            f"at least {len(turn.opening) + _MIN_TOKENS}, for a question",
             generator.max_model_len,
             "Choose a larger one.",
         )
-    seen, first = _written(file)
-    start, end = first, first + _TRIES * number + generator.max_num_seqs
+    seen, first = _read_existing(file)
+    start, end = first, first + _MAX_ATTEMPTS * number + generator.max_num_seqs
     while len(seen) < number and first < end:
         wanted = math.ceil(1.2 * (number - len(seen)))
-        count = min(max(generator.max_num_seqs, wanted), _PORTION, end - first)
+        count = min(max(generator.max_num_seqs, wanted), _CHUNK, end - first)
         params = [
             SamplingParams(
-                max_tokens=longest,
+                max_tokens=max_tokens,
                 temperature=1.0,
                 top_p=0.9,
                 seed=(seed * 1_000_003 + first + index) % 2**32,
@@ -97,7 +97,7 @@ def write_prompts(
             for event in events:
                 output, text = event.output, event.output.text.strip()
                 ended = output.finish_reason == "stop"
-                if not ended or len(output.token_ids) < _SHORTEST:
+                if not ended or len(output.token_ids) < _MIN_TOKENS:
                     continue
                 if not text or text in seen:
                     continue
@@ -113,17 +113,17 @@ def write_prompts(
         raise config_error(
             "--self-prompts",
             f"a target that writes {number} questions",
-            f"{len(seen)} after {first - start} tries",
+            f"{len(seen)} in {first - start} attempts",
             "Give prompts with --prompts, or ask for fewer.",
         )
-    return list(read_prompts([file]))[:number]
+    return list(read_prompt_file(file))[:number]
 
 
 def user_turn(tokenizer: Any) -> UserTurn:
-    """Where the user speaks in a tokenizer's chat template.
+    """The user's turn in a tokenizer's chat template.
 
     Raises:
-        ValueError: it has no chat template, or one that hides the question.
+        ValueError: there is no chat template, or it does not show the user's text.
     """
     template = tokenizer.chat_template
     text = template and tokenizer.apply_chat_template(
@@ -133,7 +133,7 @@ def user_turn(tokenizer: Any) -> UserTurn:
     if not (opening and found):
         raise config_error(
             "--self-prompts",
-            "a target whose chat template shows where the user speaks",
+            "a target whose chat template shows the user's text",
             "no chat template" if not template else template[:80],
             "Give prompts with --prompts.",
         )
@@ -142,29 +142,16 @@ def user_turn(tokenizer: Any) -> UserTurn:
     added = tokenizer.added_tokens_decoder
     if ending and ending[0] in added and added[ending[0]].special:
         return UserTurn(token_ids, stop_token_ids=(ending[0],))
-    # Not its whole text: what follows the end may be up to the assistant.
+    # Its first word only: the rest may belong to the assistant's turn.
     words = closing.split()
     return UserTurn(token_ids, stop=(words[0],) if words else ())
 
 
-def _written(file: Path) -> tuple[set[str], int]:
-    """The questions of a file, and the first try that is not behind them."""
+def _read_existing(file: Path) -> tuple[set[str], int]:
+    """The questions that a file already holds, and the seed to continue from."""
     if not file.is_file():
         return set(), 0
     cut_torn_line(file)
-    seen, tried = set(), -1
-    for number, line in enumerate(lines_of(file), start=1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-            seen.add(fields["prompt"])
-            tried = max(tried, int(fields.get("seed", -1)))
-        except (json.JSONDecodeError, TypeError, KeyError, ValueError) as error:
-            raise config_error(
-                f"{file}:{number}",
-                'a JSON object like {"prompt": "Why?", "seed": 3}',
-                line[:80],
-                "Correct the line or remove it.",
-            ) from error
-    return seen, tried + 1
+    prompts = list(read_prompt_file(file))
+    last = max((p.seed for p in prompts if p.seed is not None), default=-1)
+    return {prompt.text for prompt in prompts}, last + 1

@@ -5,8 +5,8 @@
                        "num_prompt_tokens": 31, "token_ids": [1, 9690, …]}
     target.json       which model answered
 
-A sequence is on disk as soon as it is finished; a torn last line is cut off when the
-folder is opened again.
+A sequence is on disk as soon as it is finished. If a run was interrupted while writing,
+the incomplete last line is removed when the folder is opened again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _SEQUENCES, _TARGET = "sequences.jsonl", "target.json"
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt and its answer, or a text.
+    """A prompt and its answer, or a part of a text.
 
     Attributes:
-        prompt: the question without chat template; of a text, its file and part.
-        kind: what sort it is, for reports.
-        temperature: how the answer was drawn; 0.0 is greedy.
+        prompt: the question without chat template; for a text, its file and part.
+        kind: category of the prompt, for reports.
+        temperature: with which the answer was sampled; 0.0 means greedy.
         num_prompt_tokens: tokens before the answer; 1 for a text.
-        token_ids: everything.
+        token_ids: prompt and answer.
     """
 
     prompt: str
@@ -46,19 +46,19 @@ class SequenceStore:
     """The sequences of a data folder.
 
     Attributes:
-        folder: where they lie.
-        target: hash of the model that they are of.
+        folder: the data folder.
+        target: fingerprint of the model that wrote or read them.
     """
 
     def __init__(self, folder: Path, target: str) -> None:
-        """Opens a folder, or makes it.
+        """Opens a folder, or creates it.
 
         Args:
             folder: the data folder.
             target: from `fingerprint`.
 
         Raises:
-            ValueError: its sequences are of another target.
+            ValueError: the folder holds sequences of another target.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.target = folder, target
@@ -79,22 +79,22 @@ class SequenceStore:
             cut_torn_line(self._file)
 
     def append(self, sequence: TokenSequence) -> None:
-        """Adds one; it is on disk when this returns.
+        """Adds one sequence; it is on disk when this returns.
 
         Raises:
-            OSError: the disk is full; what was there before is unharmed.
+            OSError: the disk is full; earlier sequences are unharmed.
         """
         line = json.dumps(asdict(sequence), ensure_ascii=False) + "\n"
         with self._file.open("a", encoding="utf-8") as file:
             file.write(line)
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """All sequences, in the order in which they came."""
+        """All sequences, in the order in which they were added."""
         if not self._file.is_file():
             return
         with self._file.open(encoding="utf-8") as file:
             for line in file:
-                if line.endswith("\n"):  # else it is being written just now
+                if line.endswith("\n"):  # else it is still being written
                     yield TokenSequence(**json.loads(line))
 
 

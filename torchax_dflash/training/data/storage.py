@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there whole or not at all, whenever a run is interrupted."""
+"""Files that are written whole or not at all, even if a run is interrupted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Writes a text.
+    """Writes a text file.
 
     Raises:
-        OSError: it cannot be written; what was there before is unharmed.
+        OSError: the file cannot be written; an earlier version of it is unharmed.
     """
     scratch = _scratch(file)
     try:
@@ -30,33 +30,33 @@ def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes a safetensors file.
 
     Raises:
-        OSError: it cannot be written; what was there before is unharmed.
+        OSError: the file cannot be written; an earlier version of it is unharmed.
     """
     scratch = _scratch(file)
     try:
         contiguous = {n: np.asarray(array, order="C") for n, array in tensors.items()}
         save_file(contiguous, scratch, metadata={"format": "pt"})
-        scratch.chmod(0o644)  # safetensors lets nobody else read it
+        scratch.chmod(0o644)  # safetensors makes it readable by its owner only
         scratch.replace(file)
-    except SafetensorError as error:  # wraps errors of the operating system
+    except SafetensorError as error:  # wraps the operating system's errors
         megabytes = sum(array.nbytes for array in tensors.values()) / 1e6
         raise OSError(
-            f"{file}: expected room for {megabytes:.0f} MB, got {error}. Make room, "
-            "then give the same command again: nothing finished is lost."
+            f"{file}: expected room for {megabytes:.0f} MB, got {error}. Free "
+            "some space and run the same command again; finished work is kept."
         ) from error
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def cut_torn_line(file: Path) -> None:
-    """Cuts off a last line without end, as an interrupted append leaves it."""
+    """Removes an incomplete last line, which an interrupted append leaves behind."""
     with file.open("rb+") as content:
         end = content.seek(0, os.SEEK_END)
         if not end:
             return
         content.seek(end - 1)
         if content.read(1) == b"\n":
-            return  # whole; another process may be appending
+            return  # complete; another process may be appending
         while end > 0:
             start = max(0, end - (1 << 16))
             content.seek(start)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the target thought of every sequence, kept on disk.
+"""The teacher's outputs for every sequence, stored on disk.
 
     features/about.json          which layers, which target
-    features/00000.safetensors   of sequences 0 … 127, their rows one after the other:
+    features/00000.safetensors   sequences 0 … 127, their rows one after the other:
                                  features bf16 [rows, F], choices int32 [rows, C],
                                  logprobs float32 [rows, C], lengths int32 [128]
 
-A file is written whole or not at all; those that are there are not made again.
+A file is written whole or not at all; existing files are not computed again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torchax_dflash.core.target import Target
 from torchax_dflash.training.data.padding import pad, padded_length
 from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.data.storage import save_tensors, write_atomically
-from torchax_dflash.training.model.teacher import think
+from torchax_dflash.training.model.teacher import teacher_outputs
 
 _PER_FILE = 128
-_ROWS = 1536  # rows that the target reads at a time
+_ROWS_PER_PASS = 1536  # of the target
 
 
 @dataclass(frozen=True)
-class StoredThoughts:
-    """Of one sequence of n tokens, as NumPy arrays.
+class StoredOutputs:
+    """The teacher's outputs for one sequence of n tokens, as NumPy arrays.
 
     Attributes:
         features: bfloat16 [n, F].
@@ -49,22 +49,22 @@ class StoredThoughts:
 
 
 class FeatureStore:
-    """The features of a data folder's sequences.
+    """The stored outputs for the sequences of a data folder.
 
     Attributes:
-        folder: where they lie.
+        folder: of the files.
     """
 
     def __init__(self, folder: Path, target: str, layer_ids: Sequence[int]) -> None:
-        """Opens the folder, or makes it.
+        """Opens the folder, or creates it.
 
         Args:
             folder: `features` in the data folder.
-            target: hash of the target, from `fingerprint`.
+            target: the target's fingerprint.
             layer_ids: tapped layers.
 
         Raises:
-            ValueError: its features are of another target or of other layers.
+            ValueError: the folder holds features of another target or other layers.
         """
         self.folder = folder
         about = {"sha256": target, "target_layer_ids": list(layer_ids)}
@@ -81,7 +81,7 @@ class FeatureStore:
             )
 
     def __len__(self) -> int:
-        """Sequences whose features are here: the first ones of the data folder."""
+        """How many sequences, from the data folder's first one on, are stored."""
         count = 0
         for number in range(1 << 30):
             file = self._file(number)
@@ -100,29 +100,29 @@ class FeatureStore:
         layer_ids: tuple[int, ...],
         on_file: Callable[[int, int], None],
     ) -> None:
-        """Makes what is missing.
+        """Computes and stores what is missing.
 
         Args:
             target: the target.
-            sequences: all of the data folder.
+            sequences: all sequences of the data folder.
             layer_ids: tapped layers.
-            on_file: called with (sequences done, sequences in all).
+            on_file: called with (sequences done, sequences in total).
 
         Raises:
-            OSError: the disk is full; files that were there are unharmed.
+            OSError: the disk is full; existing files are unharmed.
         """
         for start in range(0, len(sequences), _PER_FILE):
             some = sequences[start : start + _PER_FILE]
             file = self._file(start // _PER_FILE)
             if not file.is_file() or len(_lengths(file)) < len(some):
-                save_tensors(file, _as_tensors(_all_thoughts(target, some, layer_ids)))
+                save_tensors(file, _as_tensors(_compute(target, some, layer_ids)))
             on_file(start + len(some), len(sequences))
 
-    def read(self, index: int, length: int) -> StoredThoughts:
-        """The thoughts of one sequence.
+    def read(self, index: int, length: int) -> StoredOutputs:
+        """The outputs for one sequence.
 
         Raises:
-            ValueError: they are of a sequence of another length.
+            ValueError: the stored sequence has another length.
         """
         file = self._file(index // _PER_FILE)
         lengths, place = _lengths(file), index % _PER_FILE
@@ -131,13 +131,13 @@ class FeatureStore:
                 str(file),
                 f"features of sequence {index}, of {length} tokens",
                 int(lengths[place]),
-                "The sequences have changed since: remove the folder and make the "
+                "The sequences have changed since. Remove the folder and store the "
                 "features again.",
             )
         first = int(lengths[:place].sum())
         rows = slice(first, first + length)
         tensors = _open(file, file.stat().st_mtime_ns)
-        return StoredThoughts(
+        return StoredOutputs(
             features=tensors.get_slice("features")[rows],
             choices=tensors.get_slice("choices")[rows],
             logprobs=tensors.get_slice("logprobs")[rows],
@@ -150,16 +150,17 @@ class FeatureStore:
 def stored_features(
     folder: Path, target: str, layer_ids: Sequence[int], count: int
 ) -> FeatureStore | None:
-    """The features of a data folder, if it has any.
+    """The stored features of a data folder, or None if it has none.
 
     Args:
         folder: `features` in the data folder.
-        target: hash of the target.
+        target: the target's fingerprint.
         layer_ids: tapped layers.
-        count: sequences of the data folder.
+        count: number of sequences in the data folder.
 
     Raises:
-        ValueError: features of another target or layers, or not of all sequences.
+        ValueError: the features are of another target or other layers, or do not
+            cover all sequences.
     """
     if not folder.is_dir():
         return None
@@ -169,39 +170,40 @@ def stored_features(
             str(folder),
             f"features of all {count} sequences",
             f"those of {len(store)}",
-            "Run `train_draft.py generate --num-prompts 0 --store-features`, or remove "
-            "the folder to make them while training.",
+            "Run the step `generate --num-prompts 0 --store-features`, or remove the "
+            "folder to compute features while training.",
         )
     return store
 
 
-def _as_tensors(thoughts: list[StoredThoughts]) -> dict[str, np.ndarray]:
+def _as_tensors(outputs: list[StoredOutputs]) -> dict[str, np.ndarray]:
     return {
-        "features": np.concatenate([t.features for t in thoughts]),
-        "choices": np.concatenate([t.choices for t in thoughts]),
-        "logprobs": np.concatenate([t.logprobs for t in thoughts]),
-        "lengths": np.array([len(t.choices) for t in thoughts], np.int32),
+        "features": np.concatenate([o.features for o in outputs]),
+        "choices": np.concatenate([o.choices for o in outputs]),
+        "logprobs": np.concatenate([o.logprobs for o in outputs]),
+        "lengths": np.array([len(o.choices) for o in outputs], np.int32),
     }
 
 
-def _all_thoughts(
+def _compute(
     target: Target, sequences: Sequence[TokenSequence], layer_ids: tuple[int, ...]
-) -> list[StoredThoughts]:
-    """In the order of `sequences`, computed in batches of similar length."""
-    found: dict[int, StoredThoughts] = {}
+) -> list[StoredOutputs]:
+    """In the order of `sequences`, computed in batches of one padded length."""
+    found: dict[int, StoredOutputs] = {}
     for indices, padded in _batches_by_length(sequences):
         token_ids, lengths = pad(
-            [sequences[index] for index in indices], rows=max(1, _ROWS // padded)
+            [sequences[index] for index in indices],
+            rows=max(1, _ROWS_PER_PASS // padded),
         )
-        thoughts = jax.device_get(
-            think(target, token_ids, lengths, layer_ids=layer_ids)
+        outputs = jax.device_get(
+            teacher_outputs(target, token_ids, lengths, layer_ids=layer_ids)
         )
         for row, index in enumerate(indices):
             n = lengths[row]
-            found[index] = StoredThoughts(
-                features=thoughts.features[row, :n].astype(ml_dtypes.bfloat16),
-                choices=thoughts.choices[row, :n],
-                logprobs=thoughts.logprobs[row, :n],
+            found[index] = StoredOutputs(
+                features=outputs.features[row, :n].astype(ml_dtypes.bfloat16),
+                choices=outputs.choices[row, :n],
+                logprobs=outputs.logprobs[row, :n],
             )
     return [found[index] for index in range(len(sequences))]
 
@@ -209,19 +211,19 @@ def _all_thoughts(
 def _batches_by_length(
     sequences: Sequence[TokenSequence],
 ) -> Iterator[tuple[list[int], int]]:
-    """Indices of sequences of one padded length, as many as are read at a time."""
+    """Indices of sequences of one padded length, as many as fit into one pass."""
     groups: dict[int, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(padded_length(len(sequence.token_ids)), []).append(index)
     for padded, indices in sorted(groups.items()):
-        rows = max(1, _ROWS // padded)
+        rows = max(1, _ROWS_PER_PASS // padded)
         for start in range(0, len(indices), rows):
             yield indices[start : start + rows], padded
 
 
 @lru_cache(maxsize=4096)
 def _open(file: Path, modified: int) -> safe_open:
-    """Mapped into memory, and opened again only when it was written anew."""
+    """The memory-mapped file; opened again when its time of modification changes."""
     return safe_open(file, framework="numpy")
 
 

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of anchored blocks: the draft's words against the target's own choices.
+"""The loss of anchored blocks: the draft's tokens against the target's own choices.
 
-A block drafts tokens at anchor + 1 … anchor + Q - 1. What is right at anchor + j is
-what the target would say after the tokens up to anchor + j - 1, its *choice* there:
+A block drafts tokens at anchor + 1 … anchor + Q - 1. The label at anchor + j is the
+target's likeliest token after the tokens up to anchor + j - 1, its *choice* there:
 
     tokens    t2 [t3] t4  t5  t6      anchor 3, blocks of 4
     choices   c2  c3  c4  c5          c3 is the target's token after t3
-    labels         .  c3  c4  c5      c3 always counts,
-    counts         .  yes t4=c3  t4=c3 and t5=c4    the others while the text goes on
-                                                    as the target would have gone on
+    labels         .  c3  c4  c5      c3 always counts, the others count as long as
+    counts         .  yes t4=c3  t4=c3 and t5=c4    the text follows the choices
 
-So one rule serves greedy answers (where all positions count), sampled ones, and
+One rule thus serves greedy answers (where all positions count), sampled answers and
 ordinary text, and every label is what greedy verification will ask for. Positions are
 weighted by exp(-(j - 1) / gamma), as in the paper (arXiv 2602.06036, equation 4).
-Of DFlash-2 both are compared with the labels: the draft's own logits, and what its
-selector makes of them.
+For DFlash-2 two losses are added: of the draft's own logits, and of the logits of its
+candidate selector.
 """
 
 from __future__ import annotations
@@ -31,29 +30,27 @@ from torchax_dflash.core.vocabulary import TargetHead
 from torchax_dflash.training.model.anchored import anchored_hidden_states
 from torchax_dflash.training.model.selector_loss import EXCLUDED, candidate_logits
 
-_ROWS = 2048  # most rows whose logits exist at a time
-
 
 class TrainingHead(TargetHead, Protocol):
-    """A target's head that can leave tokens out."""
+    """A target's embedding and head, where the head can be limited to some tokens."""
 
     def project_to(self, hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
-        """Raw logits of some tokens only, [..., D] and [R] -> [..., R]."""
+        """Raw logits of these tokens only, [..., D] and int32 [R] -> [..., R]."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Sequences with what the target thought of them, and where to draft.
+    """Sequences, the teacher's outputs for them, and the anchors to draft from.
 
     Attributes:
         token_ids: int32 [B, S]; padding is 0.
         lengths: int32 [B].
         features: [B, S, F]; padding is finite.
-        choices: int32 [B, S, C], see `Thoughts`.
+        choices: int32 [B, S, C], see `TeacherOutputs`.
         logprobs: float32 [B, S, C].
-        anchors: int32 [B, A], positions 1 … length - 1; 0 for a block that is padding.
+        anchors: int32 [B, A], positions 1 … length - 1; 0 for a padding block.
     """
 
     token_ids: jax.Array
@@ -67,12 +64,12 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Vocabulary:
-    """The part of the vocabulary that a softmax is over.
+    """The part of the vocabulary that the softmax is over.
 
     Attributes:
-        token_ids: int32 [R], what logits are made of.
-        index: int32 [V], a token's place in `token_ids`, or -1.
-        offsets: float32 [R], added to the logits: a random token stands for many.
+        token_ids: int32 [R], the tokens with logits.
+        index: int32 [V], a token's index in `token_ids`, or -1.
+        offsets: float32 [R], added to the logits, since a random token stands for many.
     """
 
     token_ids: jax.Array
@@ -83,12 +80,12 @@ class Vocabulary:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockTargets:
-    """What drafts of a batch are compared with, for J = Q - 1 drafts of a block.
+    """What the J = Q - 1 drafts of each block are compared with.
 
     Attributes:
         labels: int32 [B, A, J], the target's choices.
-        choices: int32 [B, A, J, C], the likeliest tokens.
-        probs: float32 [B, A, J, C] of them, summing to 1.
+        choices: int32 [B, A, J, C], the target's likeliest tokens.
+        probs: float32 [B, A, J, C], their probabilities, scaled to sum to 1.
         counts: bool [B, A, J], whether a position counts.
     """
 
@@ -104,9 +101,9 @@ class Score:
     """Sums over a batch.
 
     Attributes:
-        loss: weighted sum.
-        weight: of it.
-        hits: float32 [J], blocks whose drafts up to here are all right.
+        loss: weighted sum of the losses.
+        weight: sum of the weights.
+        hits: float32 [J], blocks whose drafts are right up to and at this position.
         counts: float32 [J], blocks in which this position counts.
     """
 
@@ -117,9 +114,9 @@ class Score:
 
 
 def block_targets(batch: Batch, block_size: int) -> BlockTargets:
-    """Labels of every block, and which of them count."""
+    """The labels of every block, and which of them count."""
     drafts = jnp.arange(1, block_size)
-    rows = batch.anchors[..., None] + drafts - 1  # whose choice is the label
+    rows = batch.anchors[..., None] + drafts - 1  # where the label was chosen
     inside = jnp.minimum(rows, batch.token_ids.shape[1] - 1)
     sequence = jnp.arange(len(batch.token_ids))[:, None, None]
     choices = batch.choices[sequence, inside]
@@ -148,8 +145,9 @@ def score(
     block_size: int,
     gamma: float,
     soft: float,
+    logit_rows: int = 2048,
 ) -> Score:
-    """Drafts every block of a batch and compares.
+    """Drafts every block of a batch and compares the drafts with the labels.
 
     Args:
         draft: the model; differentiate with respect to its params.
@@ -157,9 +155,10 @@ def score(
         batch: the sequences.
         vocabulary: what the softmax is over, or None for all tokens.
         block_size: Q.
-        gamma: how fast positions lose weight.
+        gamma: decay length of the positions' weights.
         soft: share of the loss that compares with the target's distribution over its
             likeliest tokens (KL divergence, up to a constant) instead of its choice.
+        logit_rows: the most rows whose logits are in memory at the same time.
     """
     masks = jnp.full(
         (*batch.anchors.shape, block_size - 1), draft.config.mask_token_id, jnp.int32
@@ -172,9 +171,16 @@ def score(
     weights = jnp.exp(-jnp.arange(block_size - 1) / gamma) * wanted.counts
     before = jnp.concatenate([first[..., None], wanted.labels[..., :-1]], axis=-1)
     losses, right = _compare(
-        draft, target, hidden[:, :, 1:], before, wanted, vocabulary, soft
+        draft,
+        target,
+        wanted,
+        hidden=hidden[:, :, 1:],
+        before=before,
+        vocabulary=vocabulary,
+        soft=soft,
+        logit_rows=logit_rows,
     )
-    if vocabulary is not None:  # a label outside it cannot be learnt from
+    if vocabulary is not None:  # a label outside it teaches nothing
         weights = weights * (vocabulary.index[wanted.labels] >= 0)
     prefix = jnp.cumprod((right & wanted.counts).astype(jnp.int32), axis=-1)
     return Score(
@@ -188,13 +194,18 @@ def score(
 def _compare(
     draft: Draft,
     target: TrainingHead,
+    wanted: BlockTargets,
+    *,
     hidden: jax.Array,
     before: jax.Array,
-    wanted: BlockTargets,
     vocabulary: Vocabulary | None,
     soft: float,
+    logit_rows: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Losses float32 [B, A, J] and whether the draft is right; a slice at a time."""
+    """The losses, float32 [B, A, J], and whether each draft is right, bool [B, A, J].
+
+    `hidden` is [B, A, J, D]; `before`, int32 [B, A, J], is the token before each draft.
+    """
     head = target if vocabulary is None else _PartOfHead(target, vocabulary.token_ids)
 
     def compare(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -221,7 +232,7 @@ def _compare(
             )
             total = jax.nn.logsumexp(logits, axis=-1)
             missed = total - of_label[:, 0]
-            # Of labels that are no candidates the selector learns nothing.
+            # A label that is not a candidate teaches the selector nothing.
             losses += jnp.where(of_label[:, 0] > EXCLUDED, missed, 0)
             gathered = of_label
         right = gathered[:, 0] >= logits.max(-1)
@@ -234,15 +245,15 @@ def _compare(
         wanted.choices.reshape(-1, wanted.choices.shape[-1]),
         wanted.probs.reshape(-1, wanted.probs.shape[-1]),
     )
-    if (count := rows[0].shape[0]) <= _ROWS:
+    if (count := rows[0].shape[0]) <= logit_rows:
         losses, right = compare(rows)
     else:
-        # Logits are the largest arrays by far: made slice by slice, and made again in
-        # the backward pass.
-        slices = -(-count // _ROWS)
-        padding = slices * _ROWS - count
+        # Logits are by far the largest arrays: computed slice by slice, and once more
+        # in the backward pass.
+        slices = -(-count // logit_rows)
+        padding = slices * logit_rows - count
         rows = tuple(jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in rows)
-        cut = tuple(x.reshape(slices, _ROWS, *x.shape[1:]) for x in rows)
+        cut = tuple(x.reshape(slices, logit_rows, *x.shape[1:]) for x in rows)
         losses, right = jax.lax.map(jax.checkpoint(compare), cut)
     shape = wanted.labels.shape
     return (
@@ -253,7 +264,7 @@ def _compare(
 
 @dataclass(frozen=True)
 class _PartOfHead:
-    """A head that gives logits of some tokens only."""
+    """A head with logits of some tokens only."""
 
     target: TrainingHead
     token_ids: jax.Array

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft to start from: shaped after its target, with the target's last layers in it.
+"""A new draft: shaped like its target, and initialised from the target's last layers.
 
-What such a draft borrows, where shapes allow (a probe found each of these to help):
+What it takes from the target, where shapes allow (each was found to help):
 
-    layers      the target's last ones; norms of queries and keys, which targets like
-                Llama do not have, start at the typical size of theirs
+    layers      the target's last ones; query and key norms, which targets like Llama do
+                not have, start at the typical size of the target's queries and keys
     norm        the target's final norm
-    fc          the last tapped layer passes through, the others add a little noise
+    fc          passes the last tapped layer through, and adds a little noise from the
+                others
     hidden_norm the input norm of the target layer that the first draft layer copies
 
-DFlash-2's convolutions start as if they were not there, its selector as a faint noise.
+DFlash-2's convolutions start as the identity, its selector as weak noise.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from torchax_dflash.checkpoints.pretrained import DraftModel
 from torchax_dflash.core.config import TargetConfig, config_error
 
-_TAPS = 5  # tapped layers of a new draft, as in published ones
-# Of a new DFlash-2 draft; published ones look one place back, too.
+_TAPS = 5  # tapped layers, as in published drafts
+# Of DFlash-2; published drafts also look one position back.
 _CONV_KERNEL, _SELECTOR_RANK, _SELECTOR_TOP_K = 2, 64, 32
 _PREFIX = "model.layers."
 
@@ -50,13 +51,13 @@ def new_draft_config(
     Args:
         target_folder: the target's checkpoint.
         num_layers: of the draft.
-        block_size: Q of a whole block.
-        dflash2: with convolutions and a candidate selector.
-        mask_token_id: a token that texts do not have; None looks for one.
+        block_size: Q.
+        dflash2: with DFlash-2's convolutions and candidate selector.
+        mask_token_id: a token that does not occur in texts; None looks for one.
         target_layer_ids: tapped layers; None spreads five over the target.
 
     Raises:
-        ValueError: the target lacks what a draft of this kind needs.
+        ValueError: `mask_token_id` is out of range, or no unused token was found.
     """
     hf_config = AutoConfig.from_pretrained(target_folder, trust_remote_code=False)
     text: Any = hf_config.get_text_config()
@@ -71,7 +72,7 @@ def new_draft_config(
             "--mask-token-id",
             f"0 to {target.vocab_size - 1}",
             mask_token_id,
-            "Choose a token that texts do not have.",
+            "Choose a token that does not occur in texts.",
         )
     config = Qwen3Config(
         vocab_size=target.vocab_size,
@@ -114,15 +115,15 @@ def new_draft(
     query_key_sizes: np.ndarray,
     seed: int,
 ) -> DraftModel:
-    """A draft with the target's last layers.
+    """A draft that starts from the target's last layers.
 
     Args:
         config: from `new_draft_config`.
         target_folder: the target's checkpoint.
         feature_scale: [F], typical size of each feature.
         query_key_sizes: [target layers, 2], typical size of the target's queries and
-            keys, for norms that it does not have.
-        seed: of the noise in fc.
+            keys, for norms that the target does not have.
+        seed: of the random weights.
     """
     torch.manual_seed(seed)
     dflash2 = config.architectures == [DFlash2DraftModel.__name__]
@@ -140,7 +141,7 @@ def new_draft(
             if source is not None and source.shape == tensor.shape:
                 tensor.copy_(source)
         for name, tensor in own.items():
-            if name.endswith("base_kernel"):  # [2, kernel, D]: the row itself
+            if name.endswith("base_kernel"):  # [2, kernel, D]: the identity
                 tensor.zero_()[:, 0] = 1
             elif name.endswith("kernel_projection.weight"):
                 tensor.zero_()
@@ -156,7 +157,7 @@ def new_draft(
 
 
 def _unused_token(target_folder: Path, vocab_size: int) -> int:
-    """An id that the tokenizer lacks, or its last special token without a purpose."""
+    """An id that the tokenizer does not use, or its last unused special token."""
     tokenizer = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False)
     if len(tokenizer) < vocab_size:
         return len(tokenizer)
@@ -171,16 +172,16 @@ def _unused_token(target_folder: Path, vocab_size: int) -> int:
     if not unused:
         raise config_error(
             "--mask-token-id",
-            "a tokenizer with a special token to spare, or the id of a token that "
-            "texts do not have",
+            "a tokenizer with an unused special token, or the id of a token that does "
+            "not occur in texts",
             None,
-            "Name an id.",
+            "Name such an id.",
         )
     return max(unused)
 
 
 def _source_of(name: str, first: int) -> str:
-    """The target's weight that a draft's weight starts from."""
+    """The name of the target's weight that a draft's weight starts from, or ""."""
     if name == "norm.weight":
         return "model.norm.weight"
     if name == "hidden_norm.weight":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DFlash-2's candidate selector learns: to choose among the likeliest tokens.
+"""The logits of DFlash-2's candidate selector, for its part of the loss.
 
-Drafting, it walks along the block and knows the token that it chose before. Training,
-that token is the label before, so all places are compared at once; where that label was
-not chosen, nothing behind it would be accepted anyway.
+When drafting, the selector walks along the block and sees the token that it chose
+before. In training that token is the label before, so all positions are scored at once;
+behind a label that it would not have chosen nothing would be accepted anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchax_dflash.core.draft import Draft
 from torchax_dflash.core.draft_weights import SELECTOR
 
 EXCLUDED = -1e30
-"""The logit of a token that is no candidate."""
+"""The logit of a token that is not a candidate."""
 
 
 def candidate_logits(
@@ -31,14 +31,14 @@ def candidate_logits(
     """The scores that the selector compares.
 
     Args:
-        draft: DFlash-2.
+        draft: a DFlash-2 draft.
         hidden: [R, D], the module's output.
-        before: int32 [R], the token before.
+        before: int32 [R], the token before each row.
         logits: float32 [R, S], the draft's.
-        token_ids: int32 [S], which tokens these are.
+        token_ids: int32 [S], the tokens that the logits are of.
 
     Returns:
-        float32 [R, S]; `EXCLUDED` but for the candidates.
+        float32 [R, S]; `EXCLUDED` for all tokens but the candidates.
     """
 
     def pair_scores(module: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the target thinks of a sequence: tapped hidden states, and its own choices."""
+"""The target as teacher: hidden states and likeliest tokens of whole sequences."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torchax_dflash.core.kv_cache import KVPool, StaticKVCache
 from torchax_dflash.core.target import Target, forward
 
 NUM_CHOICES = 8
-"""Most likely next tokens that are kept of each position."""
+"""How many of the likeliest next tokens are kept for each position."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Thoughts:
-    """One teacher-forced pass over a batch of sequences; padding rows are zero.
+class TeacherOutputs:
+    """The target's outputs for a batch of sequences; zero in padding rows.
 
     Attributes:
         features: [B, S, F], aux hidden states.
         choices: int32 [B, S, C], the likeliest tokens *after* each position, best
             first.
-        logprobs: float32 [B, S, C] of them.
+        logprobs: float32 [B, S, C], their log-probabilities.
     """
 
     features: jax.Array
@@ -35,21 +35,21 @@ class Thoughts:
 
 
 @partial(jax.jit, static_argnames=("layer_ids", "num_choices"))
-def think(
+def teacher_outputs(
     target: Target,
     token_ids: jax.Array,
     lengths: jax.Array,
     *,
     layer_ids: tuple[int, ...],
     num_choices: int = NUM_CHOICES,
-) -> Thoughts:
-    """Runs the target over whole sequences.
+) -> TeacherOutputs:
+    """Runs the target over whole sequences, teacher-forced.
 
     Args:
         target: the target.
         token_ids: int32 [B, S], padded.
-        lengths: int32 [B], tokens that count.
-        layer_ids: layers whose outputs are wanted (static).
+        lengths: int32 [B].
+        layer_ids: layers whose outputs become features (static).
         num_choices: C (static).
     """
     pool, context = _no_context(target, lengths)
@@ -59,7 +59,7 @@ def think(
     logits = logits.astype(jnp.float32)  # XLA sorts bfloat16 ten times slower on CPUs
     best, choices = jax.lax.top_k(logits, num_choices)
     logprobs = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return Thoughts(
+    return TeacherOutputs(
         features=jnp.where(exists, features, 0),
         choices=jnp.where(exists, choices, 0),
         logprobs=jnp.where(exists, logprobs, 0.0),
@@ -68,7 +68,7 @@ def think(
 
 @dataclass(eq=False)
 class _SizeRecorder(StaticKVCache):
-    """Measures queries and keys on their way to attention.
+    """Records the size of queries and keys on their way to attention.
 
     Attributes:
         sizes: by layer, root mean squares of queries and keys, [B, N, Q] and [B, H, Q].
@@ -115,12 +115,12 @@ def query_key_sizes(
 
 
 def feature_sizes(features: jax.Array, lengths: jax.Array, num_taps: int) -> jax.Array:
-    """Typical size of each feature: its layer's median root mean square.
+    """The typical size of each feature: its layer's median root mean square.
 
     Args:
         features: [B, S, F].
         lengths: int32 [B].
-        num_taps: tapped layers.
+        num_taps: number of tapped layers.
 
     Returns:
         float32 [F].

@@ -9,20 +9,21 @@ from typing import Any
 
 from torchax_dflash.core.config import config_error
 from torchax_dflash.generation.generator import Generator
-from torchax_dflash.generation.request import GenerationOutput, SamplingParams
+from torchax_dflash.generation.outputs import GenerationOutput
+from torchax_dflash.generation.sampling_params import SamplingParams
 from torchax_dflash.training.data.answers import chat_token_ids
 from torchax_dflash.training.data.prompts import TrainingPrompt
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What happened on one set of questions.
+    """The acceptance on one set of questions.
 
     Attributes:
-        prompts: questions asked.
-        tokens: generated after each prompt's first token.
-        passes: of the target, besides the prefills.
-        accepted: by position, share of passes in which this draft stood.
+        prompts: number of questions.
+        tokens: tokens generated, without each answer's first one.
+        passes: target passes, without the prefills.
+        accepted: by position, the share of passes in which this draft was accepted.
     """
 
     prompts: int
@@ -32,11 +33,11 @@ class Acceptance:
 
     @property
     def tau(self) -> float:
-        """Mean tokens a target pass; 1.0 is plain decoding."""
+        """Mean tokens per target pass; plain decoding gives 1.0."""
         return self.tokens / self.passes if self.passes else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """For reports."""
+        """As in report.json."""
         return {
             "tau": round(self.tau, 4),
             "accepted": [round(share, 4) for share in self.accepted],
@@ -54,17 +55,17 @@ def measure(
     temperature: float = 0.0,
     on_answer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Acceptance:
-    """Answers questions with the draft, and counts.
+    """Answers questions with the draft and counts accepted tokens.
 
     Args:
-        generator: with target, draft and tokenizer.
+        generator: has target, draft and tokenizer.
         questions: asked in the chat template.
-        max_tokens: of each answer.
+        max_tokens: the most tokens in an answer.
         temperature: 0 for greedy answers.
         on_answer: called with (answers finished, questions).
 
     Raises:
-        ValueError: no questions, or the target has no chat template.
+        ValueError: there are no questions, or the target has no chat template.
     """
     if not questions:
         raise config_error(

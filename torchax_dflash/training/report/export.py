@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained draft as a checkpoint folder: for `dflash`, vLLM and ourselves."""
+"""A draft as a checkpoint folder, which `dflash`, vLLM and this package load."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from torchax_dflash.core.config import config_error
 from torchax_dflash.core.draft import Draft
 from torchax_dflash.training.data.storage import save_tensors, write_atomically
+from torchax_dflash.training.model.initial_draft import check_borrows_vocabulary
 
 
 def export(
@@ -25,19 +26,18 @@ def export(
     """Writes config.json and model.safetensors.
 
     Args:
-        draft: in memory.
-        folder: made if need be; other files in it stay.
+        draft: the draft to write.
+        folder: created if needed; other files in it are kept.
         dtype: of the weights on disk.
         speculators_for: write the `speculators` library's format instead, naming this
             target (a hub id or a folder) as the verifier.
 
     Raises:
-        ValueError: that format cannot hold this draft.
+        ValueError: the draft is quantised, has its own embedding or head, does not know
+            its target's number of layers, or the format cannot represent it.
         OSError: the disk is full; an older export is unharmed.
-        ValueError: the draft is quantised or has its own embedding or head, or nobody
-            knows its target's number of layers.
     """
-    refuse_own_vocabulary(draft)
+    check_borrows_vocabulary(draft)
     if draft.config.num_target_layers is None:
         raise config_error(
             "num_target_layers",
@@ -52,7 +52,7 @@ def export(
                 "--speculators",
                 "a DFlashDraftModel",
                 type(draft.module.module).__name__,
-                "That format knows no candidate selector; export without it.",
+                "The format has no candidate selector; export without --speculators.",
             )
         config = _speculators_config(draft, config, speculators_for)
     weights = dict(draft.module.module.named_parameters())
@@ -76,28 +76,13 @@ def _published(name: str) -> str:
     return name.removesuffix(".weight") if "codebook" in name else name
 
 
-def refuse_own_vocabulary(draft: Draft) -> None:
-    """Raises ValueError unless a draft borrows its target's embedding and head.
-
-    The loss compares over the target's vocabulary and trains neither, and `export`
-    writes the module's weights only.
-    """
-    if not draft.own.is_empty:
-        raise config_error(
-            "draft",
-            "one that borrows its target's embedding and head",
-            "one with its own embed_tokens.weight or lm_head.weight",
-            "Such drafts can be used, but not trained or exported.",
-        )
-
-
 def _config(draft: Draft, dtype: str) -> dict[str, Any]:
     hf_config: Any = draft.module.module.config
     config = json.loads(hf_config.to_json_string(use_diff=True))
     config["num_target_layers"] = draft.config.num_target_layers
     config["architectures"] = [type(draft.module.module).__name__]
     config["dtype"] = dtype
-    # Readers older than transformers 5 look here.
+    # Where readers before transformers 5 look.
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     return {name: value for name, value in sorted(config.items()) if name[0] != "_"}
 
@@ -105,15 +90,15 @@ def _config(draft: Draft, dtype: str) -> dict[str, Any]:
 def _speculators_config(
     draft: Draft, config: dict[str, Any], target: str
 ) -> dict[str, Any]:
-    """The layout that vLLM reads from `speculators` checkpoints.
+    """The config of a `speculators` checkpoint, as vLLM reads it.
 
-    Tapped layers are counted as vLLM's aux hidden states are: what enters a layer, so
-    one more than DFlash's ids.
+    There tapped layers are numbered like vLLM's aux hidden states, by the input of a
+    layer, so they are one more than DFlash's ids.
     """
     block_size = draft.config.block_size
     own = ("architectures", "block_size", "dflash_config", "num_target_layers", "dtype")
     layers = {name: value for name, value in config.items() if name not in own}
-    # vLLM 0.32 takes "false" for causal in full layers, too: left out where it is.
+    # Only where it is true: vLLM 0.32 reads false as causal in full layers, too.
     non_causal = {"sliding_window_non_causal": True}
     return (non_causal if layers.get("is_causal") is False else {}) | {
         "architectures": ["DFlashSpeculator"],

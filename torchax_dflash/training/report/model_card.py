@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation found, for people: figures, curves, a model card."""
+"""The results of an evaluation: a table, report.json, curves and a model card."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Subject:
     """What was evaluated, and how.
 
     Attributes:
-        draft: the model.
+        draft: the draft.
         draft_folder: its checkpoint.
-        target: its name.
+        target: the target's name.
         target_hash: from `fingerprint`.
         dtype: of computation.
-        max_tokens: of an answer.
-        temperature: of answers; 0 is greedy.
+        max_tokens: the most tokens in an answer.
+        temperature: of the answers; 0 is greedy.
         draft_sample_method: see `Generator`.
-        run: folder of the run that made it, or None.
+        run: folder of the run that trained the draft, or None.
     """
 
     draft: Draft
@@ -46,14 +46,14 @@ class Subject:
 
     @property
     def sampling(self) -> str:
-        """In words."""
+        """How answers and drafts were chosen, in words."""
         if not self.temperature:
             return "greedy"
         return f"temperature {self.temperature}, {self.draft_sample_method} drafts"
 
 
 def table(found: dict[str, Acceptance]) -> Table:
-    """For a terminal: a line a set."""
+    """A table for the terminal, one row per set."""
     lines = Table("set", "tau", "accepted at 1, 2, …", "prompts", "tokens")
     for name, acceptance in found.items():
         shares = " ".join(f"{share:.0%}" for share in acceptance.accepted)
@@ -66,12 +66,12 @@ def write(folder: Path, found: dict[str, Acceptance], subject: Subject) -> None:
     """Writes report.json, report.png and README.md.
 
     Args:
-        folder: made if need be.
-        found: by set.
+        folder: created if needed.
+        found: the acceptance, by set of questions.
         subject: what was evaluated.
 
     Raises:
-        FileNotFoundError: `subject.run` holds no log.
+        FileNotFoundError: `subject.run` has no log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = read_log(subject.run) if subject.run else []
@@ -94,7 +94,7 @@ def write(folder: Path, found: dict[str, Acceptance], subject: Subject) -> None:
 
 
 def _figure(found: dict[str, Acceptance], log: list[dict[str, Any]]) -> Figure:
-    """Acceptance by position, and the curves of the run if there is one."""
+    """Acceptance by position, and the curves of the training run if there is one."""
     figure = Figure(figsize=(11 if log else 5.5, 4), layout="constrained")
     left, *rest = figure.subplots(1, 2 if log else 1, squeeze=False)[0]
     for name, acceptance in found.items():
@@ -151,10 +151,10 @@ def _card(
         f"| target, SHA-256 | `{subject.target_hash[:16]}…` |",
         "",
         f"## Acceptance ({subject.sampling}, {subject.dtype}, {subject.max_tokens} "
-        f"tokens an answer, {_num_drafts(found)} drafts a step, chat template)",
+        f"tokens per answer, {_num_drafts(found)} drafts per step, chat template)",
         "",
-        "Mean tokens a target pass (tau), and the share of steps in which the draft at "
-        "each position was accepted.",
+        "Mean tokens per target pass (tau), and the share of steps in which the draft "
+        "at each position was accepted.",
         "",
         "| set | tau | accepted at 1, 2, … | prompts |",
         "|---|---|---|---|",
@@ -178,7 +178,7 @@ def _num_drafts(found: dict[str, Acceptance]) -> int:
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """A run's log, one line a step: what was done again after a kill counts once.
+    """The log of a run, one line per step: of a repeated step the last line counts.
 
     Raises:
         FileNotFoundError: there is no log.
@@ -186,7 +186,7 @@ def read_log(run: Path) -> list[dict[str, Any]]:
     file = run / "log.jsonl"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file}: expected a run's log, found no such file. Name a run's folder."
+            f"{file}: expected a run's log, found no such file. Give a run's folder."
         )
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return list({line["step"]: line for line in lines}.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long work on stderr: a bar in a terminal, JSON lines elsewhere."""
+"""Progress on stderr: a bar in a terminal, JSON lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rich.progress import (
 )
 
 notes = Console(stderr=True, highlight=False)
-"""For everything that is no result."""
+"""The console for everything but results."""
 
 
 class ProgressBar:
-    """Shown while entered; gives `log(line)` and `update(done, total)`."""
+    """A context manager: `with ProgressBar(…) as (log, update)`."""
 
     def __init__(self, what: str, log: Path | None = None) -> None:
-        """Prepares a bar.
+        """Prepares the bar.
 
         Args:
-            what: what is being done.
-            log: a file that gets the lines too.
+            what: the label.
+            log: a file to which `log` also appends its lines.
         """
         columns = (
             TextColumn("{task.description}"),
@@ -47,12 +47,12 @@ class ProgressBar:
         self._task = self._progress.add_task(what, total=None, news="")
 
     def __enter__(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Starts it."""
+        """Shows the bar."""
         self._progress.start()
         return self._log, self._update
 
     def __exit__(self, *_: object) -> None:
-        """Takes it away."""
+        """Removes the bar."""
         self._progress.stop()
 
     def _log(self, line: dict[str, Any]) -> None:

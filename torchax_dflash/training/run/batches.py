@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From sequences to batches: which sequences, which anchors, in what order.
 
-Everything random comes from (seed, epoch) or (seed, step), so that a resumed run sees
-the very batches that it would have seen.
+All randomness is seeded by (seed, epoch) or (seed, step), so a resumed run sees exactly
+the batches that it would have seen without the interruption.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from torchax_dflash.training.data.padding import pad, padded_length
 from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.model.feature_store import FeatureStore
 from torchax_dflash.training.model.loss import Batch
-from torchax_dflash.training.model.teacher import NUM_CHOICES, Thoughts, think
+from torchax_dflash.training.model.teacher import (
+    NUM_CHOICES,
+    TeacherOutputs,
+    teacher_outputs,
+)
 from torchax_dflash.training.run.mesh import DATA, shard_rows
 from torchax_dflash.training.run.recipe import Recipe
 
-_HELD_OUT = 50  # one sequence of so many is never trained on
+_HELD_OUT = 50  # one sequence in this many is never trained on
 
 
 class Batches:
     """The batches of a run.
 
     Attributes:
-        train: indices of sequences that are trained on.
+        train: indices of the sequences that are trained on.
         held_out: indices of the others.
-        sequences: all of them.
-        mesh: of devices that share each batch, or None.
-        steps_per_epoch: batches that see each sequence once.
+        sequences: all sequences.
+        mesh: the devices that share each batch, or None.
+        steps_per_epoch: number of batches in which each sequence occurs once.
     """
 
     def __init__(
@@ -48,18 +52,19 @@ class Batches:
         store: FeatureStore | None,
         mesh: Mesh | None = None,
     ) -> None:
-        """Sorts the sequences.
+        """Splits the sequences into training and held-out ones.
 
         Args:
             sequences: of the data folder; with a store, those that it covers.
             recipe: batch sizes and the seed.
-            target: to think again where nothing is stored.
+            target: computes features where none are stored.
             layer_ids: tapped layers.
-            store: of features, or None to compute them for each batch.
-            mesh: of devices that share each batch.
+            store: stored features, or None to compute them for each batch.
+            mesh: the devices that share each batch, or None.
 
         Raises:
-            ValueError: there are too few sequences.
+            ValueError: there is no sequence to train on, or the mesh does not divide
+                the batch.
         """
         self.sequences, self._recipe = sequences, recipe
         self._target, self._layer_ids, self._store = target, layer_ids, store
@@ -76,7 +81,7 @@ class Batches:
         for index, sequence in enumerate(sequences):
             if len(sequence.token_ids) - _first_anchor(sequence) < 2:
                 continue
-            # By content, so that it stays where it is when data are added.
+            # By content, so that adding data does not move it.
             digest = zlib.crc32(np.array(sequence.token_ids, np.int32).tobytes())
             is_held_out = digest % _HELD_OUT == 0
             (self.held_out if is_held_out else self.train).append(index)
@@ -85,7 +90,7 @@ class Batches:
                 "--data",
                 "sequences with answers of two tokens or more",
                 f"{len(sequences)} sequences, none of them",
-                "Run `train_draft.py generate` first.",
+                "Run the step `generate` first.",
             )
         self._epoch, self._order = -1, [[0]]
         self.steps_per_epoch = len(self._epoch_order(0))
@@ -98,7 +103,7 @@ class Batches:
         return self._make(indices, rng)
 
     def held_out_batches(self, most: int) -> list[Batch]:
-        """The same batches each time, of up to `most` held-out sequences."""
+        """The same batches at every call, of up to `most` held-out sequences."""
         rng = np.random.default_rng((self._recipe.seed, 2))
         chosen = self._in_batches(self.held_out[:most])
         return [self._make(indices, rng) for indices in chosen]
@@ -142,24 +147,24 @@ class Batches:
             possible = np.arange(_first_anchor(sequence), lengths[row])
             count = min(len(possible), self._recipe.anchors)
             anchors[row, :count] = np.sort(rng.choice(possible, count, replace=False))
-        thoughts = self._thoughts(indices, token_ids, lengths)
+        outputs = self._teacher_outputs(indices, token_ids, lengths)
         batch = Batch(
             token_ids=jnp.asarray(token_ids),
             lengths=jnp.asarray(lengths),
-            features=thoughts.features,
-            choices=thoughts.choices,
-            logprobs=thoughts.logprobs,
+            features=outputs.features,
+            choices=outputs.choices,
+            logprobs=outputs.logprobs,
             anchors=jnp.asarray(anchors),
         )
         return batch if self.mesh is None else shard_rows(batch, self.mesh)
 
-    def _thoughts(
+    def _teacher_outputs(
         self, indices: list[int], token_ids: np.ndarray, lengths: np.ndarray
-    ) -> Thoughts:
+    ) -> TeacherOutputs:
         if self._store is None:
             rows = (token_ids, lengths)
             rows = rows if self.mesh is None else shard_rows(rows, self.mesh)
-            return think(self._target, *rows, layer_ids=self._layer_ids)
+            return teacher_outputs(self._target, *rows, layer_ids=self._layer_ids)
         read = [
             self._store.read(index, int(n))
             for index, n in zip(indices, lengths, strict=False)
@@ -168,12 +173,12 @@ class Batches:
         features = np.zeros((*shape, read[0].features.shape[1]), read[0].features.dtype)
         choices = np.zeros((*shape, NUM_CHOICES), np.int32)
         logprobs = np.zeros((*shape, NUM_CHOICES), np.float32)
-        for row, thoughts in enumerate(read):
-            n = len(thoughts.choices)
-            features[row, :n] = thoughts.features
-            choices[row, :n] = thoughts.choices
-            logprobs[row, :n] = thoughts.logprobs
-        return Thoughts(*map(jnp.asarray, (features, choices, logprobs)))
+        for row, stored in enumerate(read):
+            n = len(stored.choices)
+            features[row, :n] = stored.features
+            choices[row, :n] = stored.choices
+            logprobs[row, :n] = stored.logprobs
+        return TeacherOutputs(*map(jnp.asarray, (features, choices, logprobs)))
 
 
 def _first_anchor(sequence: TokenSequence) -> int:

@@ -4,7 +4,7 @@
     checkpoints/00002000/state.safetensors    weights, average, optimiser
     checkpoints/00002000/recipe.json          hyperparameters
 
-A checkpoint appears whole or not at all; the two newest are kept.
+A checkpoint is written whole or not at all; the two newest are kept.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def save(
 
     Args:
         folder: of all checkpoints.
-        state: to keep.
-        recipe: to compare with when resuming.
+        state: to save.
+        recipe: to compare with on resuming.
         about: what else must be the same then.
 
     Returns:
@@ -75,12 +75,12 @@ def load(
 
     Args:
         place: its folder.
-        like: a state of the same shapes, from `start`.
+        like: a state of the same shapes, from `trainer.new_state`.
         recipe: of this run.
-        about: as it was saved.
+        about: of this run.
 
     Raises:
-        ValueError: it is of a run with other settings.
+        ValueError: the checkpoint is of a run with other settings.
     """
     saved = json.loads((place / "recipe.json").read_text())
     recipe.check_same(Recipe.from_json(saved["recipe"]))
@@ -90,7 +90,7 @@ def load(
                 name,
                 f"the interrupted run's, {saved['about'].get(name)}",
                 value,
-                "Resume with the same settings, or start anew with another --run.",
+                "Resume with the same settings, or start a new run with another --run.",
             )
     tensors = load_file(place / "state.safetensors")
     wanted = _by_name(like)
@@ -101,7 +101,7 @@ def load(
             str(place),
             "weights of this draft's shapes",
             "others",
-            "Start anew with another --run.",
+            "Start a new run with another --run.",
         )
     leaves = [tensors[name] for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on several devices: axis "data" for sequences, axis "model" for weights.
 
-Weights of layers lie by the rules of serving (`checkpoints.sharding`); embedding and
-head are split by token where that goes evenly. XLA adds the communication.
+The weights of layers are split as in inference (`checkpoints.sharding`), embedding and
+head by token where that divides evenly. XLA adds the communication.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def make_mesh(data: int, model: int) -> Mesh:
     """A mesh of the first `data * model` devices.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are not that many devices.
     """
     devices = jax.devices()
     if data < 1 or model < 1 or data * model > len(devices):
@@ -51,7 +51,7 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
 
 
 def shard_target(target: Target, mesh: Mesh) -> Target:
-    """A target laid out over a mesh."""
+    """The target, split over a mesh."""
     linear = target.module.linear_weights
     params = {
         name: jax.device_put(
@@ -66,9 +66,9 @@ def shard_target(target: Target, mesh: Mesh) -> Target:
 def shard_state(
     state: TrainState, frozen: Frozen, mesh: Mesh
 ) -> tuple[TrainState, Frozen]:
-    """A run's state and models, laid out over a mesh.
+    """A run's state and models, split over a mesh.
 
-    The optimiser's moments lie as the weights whose names they have.
+    The optimiser's moments are split like the weights they belong to.
     """
     config = frozen.draft.config
 
@@ -94,7 +94,7 @@ def _sharding(
     *,
     transposed: bool,
 ) -> NamedSharding:
-    """Where a weight lies; `transposed` ones are [out, in] where linear."""
+    """How a weight is split; with `transposed`, linear weights are [out, in]."""
     shape = array.shape[::-1] if transposed else array.shape
     if name.endswith(_BY_TOKEN) and array.ndim == 2:
         # [D, V], or its transpose

@@ -16,30 +16,32 @@ _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a draft is trained. The defaults are what worked for the demo pair.
+    """How a draft is trained. The defaults are those of the demo pair.
 
     Attributes:
-        stages: (block size, share of the steps) in turn; short blocks first are
-            cheaper and teach the first positions, which matter most.
-        steps: in all.
-        sequences: B, sequences a step.
-        anchors: A, blocks of each sequence.
-        learning_rate: at its peak.
-        final_learning_rate: at the end, as a share of the peak.
-        warmup_steps: until the peak.
-        weight_decay: AdamW's, on matrices.
-        beta2: AdamW's.
-        clip: largest norm of a gradient.
-        gamma: how fast positions lose weight; None is the paper's, by block size.
+        stages: block sizes in the order they are trained, each with its share of the
+            steps; starting with short blocks is cheaper and teaches the first
+            positions, which matter most.
+        steps: number of training steps.
+        sequences: sequences per step.
+        anchors: blocks per sequence.
+        learning_rate: peak learning rate.
+        final_learning_rate: learning rate at the end, as a share of the peak.
+        warmup_steps: steps until the peak.
+        weight_decay: AdamW's weight decay, applied to matrices only.
+        beta2: AdamW's beta2.
+        clip: gradients are clipped to this norm.
+        gamma: decay length of the weight of later positions; None means the paper's
+            value for the block size.
         soft: share of the loss that is the KL divergence from the target's
-            distribution; the rest is the cross-entropy of its choice.
-        feature_noise: added to features, in units of their typical size.
-        common_tokens: softmax over so many of the commonest tokens (and
-            `random_tokens`); 0 means the whole vocabulary.
-        random_tokens: other tokens, drawn anew each step.
+            distribution; the rest is the cross-entropy of its likeliest token.
+        feature_noise: noise added to features, in units of their typical size.
+        common_tokens: the softmax is over this many of the most common tokens and
+            `random_tokens` others; 0 means the whole vocabulary.
+        random_tokens: number of other tokens, drawn again in each step.
         average: decay of the moving average of the weights.
-        dtype: of computation; weights and optimiser are float32.
-        seed: of everything random.
+        dtype: of computation; weights and optimiser state are float32.
+        seed: of all randomness.
     """
 
     stages: tuple[tuple[int, float], ...] = ((4, 0.6), (8, 0.4))
@@ -94,11 +96,11 @@ class Recipe:
 
     @property
     def largest_block(self) -> int:
-        """The draft's block size."""
+        """The block size of the trained draft."""
         return max(block_size for block_size, _ in self.stages)
 
     def block_size_at(self, step: int) -> int:
-        """Q of the stage that `step` falls into."""
+        """The block size at a step."""
         end = 0.0
         for block_size, share in self.stages:
             end += share
@@ -107,7 +109,7 @@ class Recipe:
         return self.stages[-1][0]
 
     def gamma_of(self, block_size: int) -> float:
-        """The weight's decay at this block size."""
+        """The decay length of position weights at this block size."""
         if self.gamma is not None:
             return self.gamma
         nearest = min(_PAPER_GAMMA, key=lambda known: abs(known - block_size))
@@ -115,7 +117,7 @@ class Recipe:
 
     @classmethod
     def help_of(cls, name: str) -> str:
-        """What the class's documentation says of a field, on one line."""
+        """A field's description in the docstring of this class, on one line."""
         text = inspect.cleandoc(cls.__doc__ or "").split("Attributes:")[1]
         entry = text.split(f"\n    {name}: ")[1]
         lines = itertools.takewhile(
@@ -135,7 +137,7 @@ class Recipe:
         return cls(**{**values, "stages": stages})
 
     def check_same(self, saved: Recipe) -> None:
-        """Raises ValueError if a run with `saved` cannot go on with this recipe."""
+        """Raises ValueError if a run with `saved` cannot continue with this recipe."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(saved, field.name)
             if ours != theirs:
@@ -143,8 +145,8 @@ class Recipe:
                     field.name,
                     f"the interrupted run's, {theirs}",
                     ours,
-                    "Resume with the same settings, or start anew with another --run "
-                    "(and --init for the weights).",
+                    "Resume with the same settings, or start a new run with another "
+                    "--run (and --init to keep the weights).",
                 )
 
 
@@ -170,11 +172,11 @@ def _check(
 
 PRESETS = {
     "demo": Recipe(),
-    # Blocks, gamma, learning rate, warm-up of 4 % and clipping are the paper's, as
-    # SpecForge's recipe has them; half its 512 anchors, so that a sequence of 3072
-    # tokens and the state fit into 32 GB; the whole vocabulary, no noise and no KL,
-    # since data are plenty there. Not run here: its step compiles for a target of
-    # Qwen3-4B's shape (see the tests).
+    # Block size, gamma, learning rate, warm-up of 4 % and clipping are the paper's, as
+    # in SpecForge's recipe. Half of its 512 anchors, so that the state and a sequence
+    # of 3072 tokens fit into 32 GB. The whole vocabulary, no noise and no KL term, for
+    # use with plenty of data. Never run to the end so far; a test compiles its step for
+    # a target of Qwen3-4B's shape.
     "tpu": Recipe(
         stages=((16, 1.0),),
         steps=100_000,
@@ -191,4 +193,4 @@ PRESETS = {
         average=0.0,
     ),
 }
-"""Settings to start from: two CPU cores, and targets like Qwen3-4B on a TPU."""
+"""Settings to start from: for two CPU cores, and for targets like Qwen3-4B on a TPU."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of an unmodified draft: torchax, `jax.grad`, optax."""
+"""One training step of an unmodified draft module: torchax, `jax.grad` and optax."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FC = "fc.weight"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes; all of it is in a checkpoint.
+    """Everything that a step changes, and all that a checkpoint holds.
 
     Attributes:
         params: the draft's weights, float32, in PyTorch's layout; fc is multiplied by
             `feature_scale`.
-        average: their moving average, which is what is evaluated and exported.
+        average: their moving average, which is evaluated and exported.
         optimizer: optax's state.
-        feature_scale: float32 [F], typical size of each feature; never changes.
+        feature_scale: float32 [F], typical size of each feature; constant.
         step: int32 [], steps done.
     """
 
@@ -48,9 +48,9 @@ class Frozen:
     """What a step reads and never changes.
 
     Attributes:
-        draft: the module and its buffers; `params` holds nothing else.
-        target: lends embedding and head.
-        common: int32 [R], tokens of the softmax, or None for all.
+        draft: the module; its `params` are the buffers only.
+        target: lends its embedding and head.
+        common: int32 [R], common tokens of the softmax, or None for all tokens.
         rare: int32 [V - R], the other tokens, or None.
         index: int32 [V], see `Vocabulary`, or None.
     """
@@ -65,11 +65,11 @@ class Frozen:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepReport:
-    """What a step tells.
+    """Measurements of a step.
 
     Attributes:
         score: of its batch.
-        grad_norm: before clipping.
+        grad_norm: the gradient's norm before clipping.
     """
 
     score: Score
@@ -77,7 +77,7 @@ class StepReport:
 
 
 def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
-    """Clipping, then AdamW with warm-up and cosine; norms are not decayed."""
+    """Clipping, then AdamW with warm-up and cosine decay; weight decay on matrices."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=recipe.learning_rate,
@@ -96,8 +96,10 @@ def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def start(draft: Draft, feature_scale: jax.Array, recipe: Recipe) -> TrainState:
-    """The state before the first step, from a draft's weights as they are."""
+def new_state(
+    draft: Draft, feature_scale: jax.Array, recipe: Recipe
+) -> TrainState:
+    """The state before the first step, with a draft's weights."""
     params = {
         name: jnp.array(array.T if name in draft.module.linear_weights else array)
         for name, array in _trainable(draft).items()
@@ -114,10 +116,10 @@ def start(draft: Draft, feature_scale: jax.Array, recipe: Recipe) -> TrainState:
 
 
 def frozen_part(draft: Draft) -> Draft:
-    """The draft without the weights that are trained; linear ones as in PyTorch.
+    """The draft without its trained weights, for linear weights in PyTorch's layout.
 
-    XLA's CPU backend multiplies bfloat16 fast in all three products of a linear layer
-    only if its weights are [out, in].
+    On CPUs, XLA's three bfloat16 products of a linear layer and its gradients are only
+    fast if the weights are [out, in].
     """
     trained = _trainable(draft)
     return replace(
@@ -128,10 +130,10 @@ def frozen_part(draft: Draft) -> Draft:
 
 
 def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> Draft:
-    """The draft with averaged weights, still with linear ones as in PyTorch.
+    """The draft with averaged weights; linear ones stay in PyTorch's layout.
 
-    While training, features are divided by their typical size, so that each input of
-    fc gets steps of the right size from Adam; here fc takes them as they are.
+    In training, features are divided by their typical size, so that Adam's steps suit
+    every input of fc; here this scale is folded back into fc.
     """
     params = state.average | {FC: state.average[FC] / state.feature_scale}
     params = {name: array.astype(dtype) for name, array in params.items()}
@@ -141,7 +143,7 @@ def trained_draft(state: TrainState, frozen: Frozen, dtype: str) -> Draft:
 
 @functools.cache
 def _as_in_pytorch(module: TorchModule) -> TorchModule:
-    """The same module for weights that are all [out, in]; one object for each."""
+    """The module with all linear weights [out, in]; cached, since it is static."""
     return replace(module, linear_weights=frozenset())
 
 
@@ -159,14 +161,14 @@ def train_step(
     recipe: Recipe,
     block_size: int,
 ) -> tuple[TrainState, StepReport]:
-    """One step; deterministic in its arguments, noise included.
+    """One step; deterministic in its arguments, including the noise.
 
     Args:
         state: donated.
         frozen: the rest of the model.
         batch: the data.
         recipe: hyperparameters (static).
-        block_size: Q of this stage (static).
+        block_size: Q in this stage (static).
     """
     key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
     noise_key, vocabulary_key = jax.random.split(key)
@@ -197,7 +199,7 @@ def train_step(
         grads, state.optimizer, state.params
     )
     params: Any = optax.apply_updates(state.params, updates)
-    # A young average forgets its start faster.
+    # In early steps the average follows faster, so that it forgets its start.
     decay = jnp.minimum(recipe.average, (1 + state.step) / (10 + state.step))
     average = jax.tree.map(
         lambda old, new: decay * old + (1 - decay) * new, state.average, params
@@ -221,7 +223,7 @@ def held_out_score(
     recipe: Recipe,
     block_size: int,
 ) -> Score:
-    """The score of averaged weights over the whole vocabulary, without noise."""
+    """The averaged weights' score over the whole vocabulary, without noise."""
     draft = trained_draft(state, frozen, recipe.dtype)
     return score(
         draft,
@@ -236,7 +238,7 @@ def held_out_score(
 def _draw_vocabulary(
     key: jax.Array, frozen: Frozen, recipe: Recipe
 ) -> Vocabulary | None:
-    """All common tokens, and a few others that stand for the rest."""
+    """All common tokens, and a few random ones that stand for the rest."""
     if frozen.common is None:
         return None
     assert frozen.rare is not None
@@ -256,7 +258,7 @@ def _draw_vocabulary(
 
 
 def _random_signs(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """-1 or 1, from single random bits: cheap, and as good as normal noise after fc."""
+    """-1 or 1 from random bits: cheap, and after fc as good as Gaussian noise."""
     width = shape[-1]
     words = jax.random.bits(key, (*shape[:-1], -(-width // 32)), jnp.uint32)
     bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1

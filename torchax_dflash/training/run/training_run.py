@@ -32,13 +32,13 @@ from torchax_dflash.training.run.trainer import (
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often a run does what, in steps.
+    """How often a run logs, evaluates and saves, in steps.
 
     Attributes:
-        log: lines in log.jsonl.
-        held_out: scores of held-out sequences, and of how many.
-        checkpoint: see there.
-        held_out_sequences: how many.
+        log: a line in log.jsonl.
+        held_out: a score of held-out sequences.
+        checkpoint: a checkpoint.
+        held_out_sequences: the most sequences in a held-out score.
     """
 
     log: int = 20
@@ -47,7 +47,7 @@ class Cadence:
     held_out_sequences: int = 32
 
     def __post_init__(self) -> None:
-        """Checks that every number is one.
+        """Checks the numbers.
 
         Raises:
             ValueError: one is below 1.
@@ -56,7 +56,7 @@ class Cadence:
             if steps < 1:
                 option = f"--{name.replace('_', '-')}-every"
                 raise config_error(
-                    option, "at least 1 step", steps, "A large number means never."
+                    option, "at least 1 step", steps, "For never, give a large number."
                 )
 
 
@@ -65,13 +65,13 @@ class Run:
     """A run and its folder: log.jsonl and checkpoints.
 
     Attributes:
-        folder: where it writes.
+        folder: of the log and the checkpoints.
         recipe: hyperparameters.
-        frozen: models.
-        batches: data.
+        frozen: the models.
+        batches: the data.
         about: what else must be the same to resume.
-        cadence: how often it does what.
-        stopped: set to end after the current step; a checkpoint is written first.
+        cadence: how often it logs, evaluates and saves.
+        stopped: if set, the run ends after the current step, with a checkpoint.
     """
 
     folder: Path
@@ -83,7 +83,7 @@ class Run:
     stopped: bool = field(default=False, init=False)
 
     def resume(self, state: TrainState) -> TrainState:
-        """The latest checkpoint's state, or `state` if there is none.
+        """The latest checkpoint's state, or `state` if there is no checkpoint.
 
         Raises:
             ValueError: the checkpoint is of a run with other settings.
@@ -96,15 +96,15 @@ class Run:
     def train(
         self, state: TrainState, on_step: Callable[[int, dict[str, Any] | None], None]
     ) -> TrainState:
-        """Runs the steps that are left.
+        """Runs the remaining steps.
 
         Args:
-            state: from `resume` or `trainer.start`.
-            on_step: called with the number of steps done, and the line that was logged
+            state: from `resume`.
+            on_step: called with the number of steps done, and the log line of this step
                 or None.
 
         Returns:
-            The last state; a checkpoint of it is on disk.
+            The last state, of which a checkpoint was written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         step, saved_at, tally = int(state.step), -1, _Tally()
@@ -129,7 +129,7 @@ class Run:
         return state
 
     def held_out(self, state: TrainState, block_size: int) -> dict[str, Any]:
-        """The summary of sequences that are not trained on; {} if there are none."""
+        """The summary of the held-out sequences; {} if there are none."""
         tally = _Tally()
         for batch in self.batches.held_out_batches(self.cadence.held_out_sequences):
             found = held_out_score(
@@ -150,7 +150,7 @@ class Run:
         report: StepReport,
         tally: _Tally,
     ) -> dict[str, Any] | None:
-        """Logs what is due after this step."""
+        """Logs and returns what is due after this step."""
         is_last = step == self.recipe.steps
         line: dict[str, Any] = {}
         if step % self.cadence.log == 0 or is_last:
@@ -176,7 +176,7 @@ class Run:
 
 
 class _Tally:
-    """Scores since the last line of the log; of one block size."""
+    """The sum of scores since the last log line, for one block size."""
 
     def __init__(self) -> None:
         self.clear()
@@ -201,11 +201,11 @@ class _Tally:
 
 
 def summary(total: Score) -> dict[str, Any]:
-    """A score as figures.
+    """A score as plain numbers.
 
-    `accepted` is, by position, the share of blocks whose drafts are right up to there;
-    `tau` is 1 and their sum, the acceptance length if each position were an anchor;
-    `blocks` is how many there were.
+    `accepted` is, by position, the share of blocks whose drafts are right up to and at
+    it; `tau` is 1 plus their sum, the acceptance length if every position were an
+    anchor; `blocks` is the number of blocks.
     """
     hits, counts = np.asarray(total.hits), np.asarray(total.counts)
     accepted = hits / max(float(counts[0]), 1.0)
@@ -219,7 +219,7 @@ def summary(total: Score) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stopping(run: Run) -> Iterator[None]:
-    """Ctrl-C or a termination signal ends the run after its step; a second one, now."""
+    """SIGINT or SIGTERM ends the run after the current step; a second one, at once."""
 
     def stop(signum: int, frame: object) -> None:
         if run.stopped:
