@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from dflash.model import DFlashDraftModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from torchax_dflash.checkpoints.weights import build_module
+from torchax_dflash.checkpoints.build import build_module
 from torchax_dflash.core.config import DFlashConfig, TargetConfig
-from torchax_dflash.core.draft import DraftModel
-from torchax_dflash.core.target import TargetModel
+from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.target import Target
 from torchax_dflash.training.model.loss import Batch
 from torchax_dflash.training.run import trainer
 from torchax_dflash.training.run.recipe import PRESETS
@@ -44,7 +44,7 @@ def shapes_of(built, dtype):
 
 
 def test_the_tpu_preset_compiles_for_one_device():
-    """One sequence a device: the state, and less than 13 GB beside it."""
+    """With one sequence per device: the state, and less than 13 GB beside it."""
     recipe = replace(PRESETS["tpu"], sequences=1)
     target_config = Qwen3Config(**SHAPE, num_hidden_layers=2, tie_word_embeddings=False)
     draft_config = Qwen3Config(**SHAPE, num_hidden_layers=5)
@@ -52,14 +52,20 @@ def test_the_tpu_preset_compiles_for_one_device():
     draft_config.block_size = 16
     taps = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
     draft_config.dflash_config = taps
-    # Only its embedding and head take part in the step: two layers do.
+    # Only its embedding and head take part in the step: two layers are enough.
     built = build_module(Qwen3ForCausalLM, target_config)
-    target = TargetModel(
-        shapes_of(built, jnp.bfloat16), built, TargetConfig.from_hf(target_config)
+    target = Target(
+        shapes_of(built, jnp.bfloat16),
+        built,
+        TargetConfig.from_hf(target_config),
+        jnp.dtype("bfloat16"),
     )
     built = build_module(DFlashDraftModel, draft_config)
-    draft = DraftModel(
-        shapes_of(built, jnp.float32), built, DFlashConfig.from_hf(draft_config)
+    draft = Draft(
+        shapes_of(built, jnp.float32),
+        built,
+        DFlashConfig.from_hf(draft_config),
+        jnp.dtype("float32"),
     )
 
     def start(params):

@@ -48,8 +48,21 @@ FC = "fc.weight"
 LAYERS = "layers."
 """What the names of the transformer's layers begin with."""
 
+NORM, HIDDEN_NORM = "norm.weight", "hidden_norm.weight"
+"""The final norm, and the norm of projected context rows."""
+
+QUERY_NORM, KEY_NORM = "q_norm.weight", "k_norm.weight"
+"""How the names of a layer's norms of queries and keys end."""
+
+CONV_KERNEL, CONV_PROJECTION = "base_kernel", "kernel_projection.weight"
+"""How the names of DFlash-2's convolutions end: kernels [2, taps, D], and what is
+added to them by the row they are applied to."""
+
 SELECTOR = "candidate_selector."
 """What the names of DFlash-2's candidate selector begin with."""
+
+CODEBOOK = "codebook.weight"
+"""How the names of the selector's two embeddings end."""
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """A draft's own embedding [V, D] and head [draft_vocab_size, D], if it has them."""
@@ -73,4 +86,4 @@ def linear_layer(name: str) -> LinearLayer | None:
 
 def published_name(name: str) -> str:
     """A parameter's name in checkpoints: DFlash-2's codebooks lack the last word."""
-    return name.removesuffix(".weight") if "codebook" in name else name
+    return name.removesuffix(".weight") if name.endswith(CODEBOOK) else name

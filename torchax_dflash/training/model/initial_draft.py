@@ -13,6 +13,7 @@ import numpy as np
 from torchax_dflash.checkpoints.pretrained import DraftModel
 from torchax_dflash.core.config import config_error
 from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft_weights import EMBEDDING, HEAD
 from torchax_dflash.core.target import Target
 from torchax_dflash.training.data.padding import pad
 from torchax_dflash.training.data.sequences import TokenSequence
@@ -121,6 +122,6 @@ def check_borrows_vocabulary(draft: Draft) -> None:
         raise config_error(
             "draft",
             "one that borrows its target's embedding and head",
-            "one with its own embed_tokens.weight or lm_head.weight",
+            f"one with its own {EMBEDDING} or {HEAD}",
             "Such drafts can be used, but not trained or exported.",
         )

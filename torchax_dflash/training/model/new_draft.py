@@ -30,11 +30,22 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 
 from torchax_dflash.checkpoints.pretrained import DraftModel
 from torchax_dflash.core.config import TargetConfig, config_error
+from torchax_dflash.core.draft_weights import (
+    CODEBOOK,
+    CONV_KERNEL,
+    CONV_PROJECTION,
+    FC,
+    HIDDEN_NORM,
+    KEY_NORM,
+    LAYERS,
+    NORM,
+    QUERY_NORM,
+)
 
 _TAPS = 5  # tapped layers, as in published drafts
 # Of DFlash-2; published drafts also look one position back.
 _CONV_KERNEL, _SELECTOR_RANK, _SELECTOR_TOP_K = 2, 64, 32
-_PREFIX = "model.layers."
+_TARGET = "model."  # what the names of the target's decoder begin with
 
 
 def new_draft_config(
@@ -133,26 +144,27 @@ def new_draft(
     own = draft.state_dict()
     with torch.no_grad():
         for name, tensor in own.items():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                layer = first + int(name.split(".")[1])
-                tensor.fill_(float(query_key_sizes[layer, int("k_norm" in name)]))
+            if name.endswith((QUERY_NORM, KEY_NORM)):
+                layer = first + _layer(name)
+                column = int(name.endswith(KEY_NORM))
+                tensor.fill_(float(query_key_sizes[layer, column]))
         for name, tensor in own.items():
             source = weights.get(_source_of(name, first))
             if source is not None and source.shape == tensor.shape:
                 tensor.copy_(source)
         for name, tensor in own.items():
-            if name.endswith("base_kernel"):  # [2, kernel, D]: the identity
+            if name.endswith(CONV_KERNEL):  # [2, kernel, D]: the identity
                 tensor.zero_()[:, 0] = 1
-            elif name.endswith("kernel_projection.weight"):
+            elif name.endswith(CONV_PROJECTION):
                 tensor.zero_()
-            elif name.endswith("codebook.weight"):
+            elif name.endswith(CODEBOOK):
                 tensor.normal_(std=tensor.shape[1] ** -0.5)
         scale = torch.from_numpy(feature_scale.astype(np.float32))
         width = config.hidden_size
         taps = len(config.dflash_config["target_layer_ids"])
         fc = torch.randn(width, taps, width) * 0.02 / taps**0.5
         fc[:, -1] += torch.eye(width)
-        own["fc.weight"].copy_(fc.reshape(width, -1) / scale)
+        own[FC].copy_(fc.reshape(width, -1) / scale)
     return DraftModel.from_torch(draft)
 
 
@@ -182,14 +194,19 @@ def _unused_token(target_folder: Path, vocab_size: int) -> int:
 
 def _source_of(name: str, first: int) -> str:
     """The name of the target's weight that a draft's weight starts from, or ""."""
-    if name == "norm.weight":
-        return "model.norm.weight"
-    if name == "hidden_norm.weight":
-        return f"{_PREFIX}{first}.input_layernorm.weight"
-    if not name.startswith("layers."):
+    if name == NORM:
+        return f"{_TARGET}{NORM}"
+    if name == HIDDEN_NORM:
+        return f"{_TARGET}{LAYERS}{first}.input_layernorm.weight"
+    if not name.startswith(LAYERS):
         return ""
-    _, layer, rest = name.split(".", 2)
-    return f"{_PREFIX}{first + int(layer)}.{rest}"
+    rest = name.removeprefix(f"{LAYERS}{_layer(name)}.")
+    return f"{_TARGET}{LAYERS}{first + _layer(name)}.{rest}"
+
+
+def _layer(name: str) -> int:
+    """The index of the layer that a weight belongs to."""
+    return int(name.removeprefix(LAYERS).partition(".")[0])
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchax_dflash.core.config import config_error
 from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft_weights import published_name
 from torchax_dflash.training.data.storage import save_tensors, write_atomically
 from torchax_dflash.training.model.initial_draft import check_borrows_vocabulary
 
@@ -57,7 +58,7 @@ def export(
         config = _speculators_config(draft, config, speculators_for)
     weights = dict(draft.module.module.named_parameters())
     tensors = {
-        _published(name): np.asarray(
+        published_name(name): np.asarray(
             array.T if name in draft.module.linear_weights else array
         )
         for name, array in draft.plain_params.items()
@@ -69,11 +70,6 @@ def export(
         {name: array.astype(jnp.dtype(dtype)) for name, array in tensors.items()},
     )
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _published(name: str) -> str:
-    """DFlash-2's codebooks are published without the last word."""
-    return name.removesuffix(".weight") if "codebook" in name else name
 
 
 def _config(draft: Draft, dtype: str) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_dflash.checkpoints.sharding import param_sharding
 from torchax_dflash.core.config import DFlashConfig, TargetConfig, config_error
+from torchax_dflash.core.draft_weights import EMBEDDING, HEAD
 from torchax_dflash.core.target import Target
 from torchax_dflash.training.run.trainer import Frozen, TrainState
 
 DATA, MODEL = "data", "model"
-
-_BY_TOKEN = ("embed_tokens.weight", "lm_head.weight")
 
 
 def make_mesh(data: int, model: int) -> Mesh:
@@ -96,7 +95,7 @@ def _sharding(
 ) -> NamedSharding:
     """How a weight is split; with `transposed`, linear weights are [out, in]."""
     shape = array.shape[::-1] if transposed else array.shape
-    if name.endswith(_BY_TOKEN) and array.ndim == 2:
+    if name.endswith((EMBEDDING, HEAD)) and array.ndim == 2:
         # [D, V], or its transpose
         split = shape[1] % mesh.shape[MODEL] == 0
         spec = (None, MODEL) if split else (None, None)

@@ -14,11 +14,10 @@ import optax
 
 from torchax_dflash.core.bridge import Params, TorchModule
 from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft_weights import FC
 from torchax_dflash.core.target import Target
 from torchax_dflash.training.model.loss import Batch, Score, Vocabulary, score
 from torchax_dflash.training.run.recipe import Recipe
-
-FC = "fc.weight"
 
 
 @jax.tree_util.register_dataclass
@@ -96,9 +95,7 @@ def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def new_state(
-    draft: Draft, feature_scale: jax.Array, recipe: Recipe
-) -> TrainState:
+def new_state(draft: Draft, feature_scale: jax.Array, recipe: Recipe) -> TrainState:
     """The state before the first step, with a draft's weights."""
     params = {
         name: jnp.array(array.T if name in draft.module.linear_weights else array)
