@@ -107,7 +107,7 @@ def test_generate_goes_on_where_it_stopped(main, target, questions, generated):
 def test_train_export_evaluate(main, target, generated, tmp_path):
     options = common(target, generated)
     # steps with a held-out score and no other line
-    assert main(["train", *options, *NEW, *SMALL, "--held-out-every", "4"]) == 0
+    assert main(["run", *options, *NEW, *SMALL, "--held-out-every", "4"]) == 0
     run = generated / "run"
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 6
