@@ -79,7 +79,7 @@ def test_segments_tell_their_origin(tokenizer):
 
 
 def test_empty_stop_text_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="stop: expected texts that are not empty"):
+    with pytest.raises(ValueError, match="stop: expected no empty string"):
         TextStream(tokenizer, ("",))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module and config a draft's checkpoint means, and what else it brings.
+"""Formats of draft checkpoints: their module, their config, their extra tensors.
 
-    format                      told by                  tapped layers
+    format                      recognised by            tapped layers
     `dflash` package, and hub   architectures, auto_map  target_layer_ids: i is the
     checkpoints with own code                            output of layer i
     `speculators` library       speculators_model_type   aux_hidden_state_layer_ids: i
@@ -9,17 +9,17 @@
                                                          the output of layer i - 1
 
 The output of layer i is `hidden_states[i + 1]` of transformers. vLLM counts aux hidden
-states as `speculators` does. Of the last layer, transformers' state went through the
-final norm and vLLM's did not: drafts of the library that tap it are refused.
+states as `speculators` does. For the last layer, transformers returns the state after
+the final norm and vLLM the one before it: `speculators` drafts that tap it are refused.
 
-Any of them may bring tensors beside the module's own:
+A checkpoint of any format may hold tensors beside the module's own:
 
-    embed_tokens.weight    [V, D]                 noise blocks are embedded with it
-    lm_head.weight         [draft_vocab_size, D]  drafts are read with it
+    embed_tokens.weight    [V, D]                 embeds noise blocks
+    lm_head.weight         [draft_vocab_size, D]  gives the draft's logits
     d2t                    [draft_vocab_size]     token i of the head is i + d2t[i]
     t2d                    bool [V]               the tokens that the head knows
 
-They are read by the names of vLLM 0.32 (`models/qwen3_dflash.py`) and speculators 0.9.
+Their names are those of vLLM 0.32 (`models/qwen3_dflash.py`) and speculators 0.9.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from torchax_dflash.core.draft_weights import (
 )
 from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
 
-# vLLM reads it: the mask token's embedding, instead of the target's.
+# A file that vLLM reads: the mask token's embedding, instead of the target's.
 _MASK_EMBEDDING = "mask_embedding.pt"
 ARCHITECTURES = {
     "DFlashDraftModel": dflash.model.DFlashDraftModel,
     "DFlash2DraftModel": dflash.model.DFlash2DraftModel,
 }
-"""Classes of the `dflash` package, by the name that checkpoints give."""
+"""Classes of the `dflash` package, by their name in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class DraftCheckpoint:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> DraftCheckpoint:
-    """Tells a checkpoint's format and reads its config.
+    """Recognises a checkpoint's format and reads its config.
 
     Args:
         folder: of the checkpoint.
-        trust_remote_code: run the module that the checkpoint brings, if it does.
+        trust_remote_code: run the checkpoint's own module, if it has one.
 
     Raises:
         ValueError: an unknown format or architecture, or a config that is broken.
@@ -94,18 +94,18 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> DraftCheckpoint:
     if (scheme := raw.get("quantization_config")) is not None:
         raise config_error(
             "quantization_config",
-            "a draft with weights as they are",
+            "none",
             scheme,
-            "Quantised checkpoints are not read: load the original, with "
-            "quantization='int8' if you like.",
+            "Quantised checkpoints are not supported: load the original, for int8 with "
+            "quantization='int8'.",
         )
     if (folder / _MASK_EMBEDDING).exists():
         raise config_error(
             _MASK_EMBEDDING,
             "no such file",
             str(folder / _MASK_EMBEDDING),
-            "Drafts with an embedding of their own for the mask alone are not "
-            "supported: write it into embed_tokens.weight.",
+            "Drafts with a separate embedding of the mask token are not supported: "
+            "write it into embed_tokens.weight.",
         )
     config = DFlashConfig.from_hf(
         hf_config, has_selector=has_selector(module_class), own_code=own_code
@@ -123,16 +123,16 @@ def has_selector(module_class: type) -> bool:
 def read_vocabulary(
     built: TorchModule, folder: Path, config: DFlashConfig, dtype: jnp.dtype
 ) -> OwnVocabulary:
-    """Reads the embedding and head that a checkpoint brings, if any.
+    """Reads the embedding and head that a checkpoint holds, if any.
 
     Args:
-        built: the module; what it has itself is none of these.
+        built: the module; parameters of its own are not read here.
         folder: of the checkpoint.
         config: the checkpoint's.
         dtype: of embedding and head.
 
     Raises:
-        ValueError: one is missing that the config asks for, has another shape, or
+        ValueError: a tensor that the config needs is missing, has another shape, or
             maps to tokens that do not exist.
     """
     own = EXTRA_TENSORS - {name for name, _ in built.module.named_parameters()}
@@ -179,14 +179,14 @@ def _token_ids(folder: Path, own: frozenset[str], config: DFlashConfig) -> np.nd
             f"{TOKEN_OFFSETS} of {folder}",
             f"i + d2t[i] from 0 to {size - 1}",
             sorted(set(outside.tolist()))[:3],
-            "It holds offsets from the draft's ids to the target's, not the ids.",
+            "d2t must hold offsets from the draft's ids to the target's, not the ids.",
         )
     if len(set(token_ids.tolist())) < known:
         raise config_error(
             f"{TOKEN_OFFSETS} of {folder}",
             f"{known} different tokens",
             f"{len(set(token_ids.tolist()))}",
-            "It holds offsets from the draft's ids to the target's, not the ids.",
+            "d2t must hold offsets from the draft's ids to the target's, not the ids.",
         )
     if KNOWN_TOKENS in found:
         mask = found[KNOWN_TOKENS]
@@ -194,7 +194,7 @@ def _token_ids(folder: Path, own: frozenset[str], config: DFlashConfig) -> np.nd
         if set(np.flatnonzero(mask).tolist()) != set(token_ids.tolist()):
             raise config_error(
                 f"{KNOWN_TOKENS} of {folder}",
-                f"true at the {known} tokens that d2t leads to",
+                f"true at the {known} tokens that d2t maps to",
                 f"{int(np.count_nonzero(mask))} others",
                 "The two mappings do not belong together.",
             )
@@ -205,9 +205,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:
-        raise config_error(str(file), "JSON", str(error), "Fetch it again.") from error
+        raise config_error(
+            str(file), "JSON", str(error), "Download it again."
+        ) from error
     if not isinstance(raw, dict):
-        raise config_error(str(file), "a mapping", raw, "Fetch it again.")
+        raise config_error(str(file), "a mapping", raw, "Download it again.")
     return raw
 
 
@@ -217,7 +219,7 @@ def _missing(name: str, folder: Path, config: DFlashConfig) -> ValueError:
         f"a tensor (draft_vocab_size is {config.draft_vocab_size}, vocab_size "
         f"{config.vocab_size})",
         None,
-        "A draft with a vocabulary of its own needs lm_head.weight and d2t.",
+        "A draft with a reduced vocabulary needs lm_head.weight and d2t.",
     )
 
 
@@ -234,7 +236,7 @@ def _module_class(
     remedy = "Choose another draft."
     if own_code:
         remedy = (
-            "The checkpoint brings code of its own: read it, then load with "
+            "The checkpoint has its own code: read it, then load with "
             "trust_remote_code=True."
         )
     raise config_error(

@@ -13,9 +13,9 @@
     (none; our exports add it, and     num_target_layers
     mean transformers' states)
 
-Source: speculators 0.9.0, `models/dflash/{config,core,attention}.py`. In one point its
-training differs from the module, and vLLM does as the module: a sliding window reaches
-back from each row of a block there, in training from the anchor for all rows.
+Source: speculators 0.9.0, `models/dflash/{config,core,attention}.py`. Its training
+differs from the module in one point: there a sliding window reaches back from the
+anchor for all rows of a block, in the module from each row. vLLM does as the module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYER_TYPES = ("qwen3", "llama")
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of this format."""
+    """Whether a config.json is in this format."""
     return "speculators_model_type" in raw or "speculators_config" in raw
 
 
@@ -59,7 +59,7 @@ def translate(raw: Mapping[str, Any]) -> Qwen3Config:
     if not aux or not all(type(i) is int and i >= 1 for i in aux):
         raise config_error(
             "aux_hidden_state_layer_ids",
-            "a list of integers from 1, not empty: i is what enters layer i",
+            "a list of integers from 1, not empty (i means the input of layer i)",
             raw.get("aux_hidden_state_layer_ids"),
             _REMEDY,
         )
@@ -71,14 +71,14 @@ def translate(raw: Mapping[str, Any]) -> Qwen3Config:
             "target_hidden_size",
             f"the draft's hidden_size, {config.hidden_size}",
             raw["target_hidden_size"],
-            "Drafts of another width than their target are not supported.",
+            "Drafts whose hidden size differs from their target's are not supported.",
         )
     if raw.get("sample_from_anchor"):
         raise config_error(
             "sample_from_anchor",
-            "false: drafts are read from mask tokens only",
+            "false",
             raw["sample_from_anchor"],
-            "Such drafts are not supported.",
+            "Drafts that predict from the anchor's row are not supported.",
         )
     config.architectures = ["DFlashDraftModel"]
     config.block_size = raw["block_size"]
@@ -87,7 +87,7 @@ def translate(raw: Mapping[str, Any]) -> Qwen3Config:
         "mask_token_id": raw["mask_token_id"],
         "target_layer_ids": [layer - 1 for layer in aux],
     }
-    # The module wants a number; `complete` says whether it is known.
+    # The module needs a number; `complete` removes it again if it is a guess.
     config.num_target_layers = raw.get("num_target_layers") or max(aux)
     if raw.get("sliding_window_non_causal"):
         config.is_causal = False
@@ -95,13 +95,13 @@ def translate(raw: Mapping[str, Any]) -> Qwen3Config:
 
 
 def complete(config: DFlashConfig, raw: Mapping[str, Any]) -> DFlashConfig:
-    """The checked config, knowing of the target only what the checkpoint says."""
+    """The checked config, without a number of target layers that was only guessed."""
     known = raw.get("num_target_layers")
     return config if known is not None else replace(config, num_target_layers=None)
 
 
 def _check_kind(raw: Mapping[str, Any]) -> None:
-    """Another algorithm's weights may have the same names."""
+    """Refuses other algorithms, whose weights may have the same names."""
     about = raw.get("speculators_config")
     if not isinstance(about, Mapping):
         raise config_error("speculators_config", "a mapping", about, _REMEDY)
@@ -125,10 +125,10 @@ def _check_kind(raw: Mapping[str, Any]) -> None:
 
 
 def _layer_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What Qwen3Config takes, defaults of other model types spelt out.
+    """The arguments of Qwen3Config, with defaults of other model types filled in.
 
-    The layers are Qwen3's whatever the type is, but fields that equal the defaults of
-    the type are left out of the file.
+    The layers are Qwen3's for every type, but a file leaves out fields that equal the
+    defaults of its type.
     """
     layers = raw.get("transformer_layer_config")
     if not isinstance(layers, Mapping):

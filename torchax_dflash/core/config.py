@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static configuration: the quirks of Hugging Face configs are read here only.
+"""Static configuration: quirks of Hugging Face configs are resolved here.
 
-Those of the `speculators` library become such a config first, in speculators.py.
+`checkpoints/speculators.py` translates configs of the `speculators` library first.
 
 Dimension key, used in every shape comment of this package:
 
@@ -30,14 +30,14 @@ _DFLASH_FIELDS = frozenset(
         "final_logit_softcapping",
     }
 )
-# What DFlash-2's modules read besides.
+# What DFlash-2's modules read in addition.
 _DFLASH2_FIELDS = frozenset(
     {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 )
 # RoPE types whose frequencies depend on the length at run time: a traced program
 # cannot branch on it.
 _DYNAMIC_ROPE = ("dynamic", "longrope")
-# A target's vocabulary may be padded up to a multiple of at most this many ids.
+# A target's vocabulary may be padded by fewer ids than this.
 _MAX_VOCAB_PADDING = 1024
 
 
@@ -101,22 +101,22 @@ class DFlashConfig:
 
     Attributes:
         block_size: Q of a whole block: the anchor and block_size - 1 drafts.
-        mask_token_id: the token that stands for "to be drafted".
+        mask_token_id: the token at places that are to be drafted.
         target_layer_ids: target layers whose *outputs* feed the draft, HF's
             `hidden_states[id + 1]`.
-        num_target_layers: layers of the target that the draft was made for, or None if
-            its checkpoint does not say.
-        vocab_size: V of the target that the draft was made for.
+        num_target_layers: layers of the target that the draft was trained for, or None
+            if its checkpoint does not say.
+        vocab_size: V of the target that the draft was trained for.
         draft_vocab_size: tokens that the draft's own head knows; V unless its
             vocabulary is reduced.
-        hidden_size: D, the target's too.
+        hidden_size: D, the same as the target's.
         num_hidden_layers: draft layers.
         num_key_value_heads: H of the draft.
         head_dim: K of the draft.
         input_embedding_scale: factor on the target's embeddings.
-        has_selector: DFlash-2: drafts are chosen by a candidate selector.
-        least_block_rows: fewest rows of a block that the module can run on; DFlash-2's
-            convolutions take as many from one place in the block.
+        has_selector: DFlash-2, whose drafts are chosen by a candidate selector.
+        least_block_rows: the fewest rows of a block that the module runs on: as many as
+            DFlash-2's convolutions look back.
     """
 
     block_size: int
@@ -150,7 +150,7 @@ class DFlashConfig:
         Args:
             hf_config: the config as transformers gives it.
             has_selector: the module is DFlash-2's.
-            own_code: the checkpoint brings its own module, which may read fields of
+            own_code: the checkpoint has its own module, which may read fields of
                 `dflash_config` that are unknown here.
 
         Raises:
@@ -206,7 +206,7 @@ class DFlashConfig:
 
     def check_target(self, target: TargetConfig) -> None:
         """Raises ValueError unless this draft can draft for `target`."""
-        remedy = "Use the target this draft was trained for, or another draft."
+        remedy = "Use the target that this draft was trained for, or another draft."
         if self.hidden_size != target.hidden_size:
             raise config_error(
                 "hidden_size",
@@ -219,7 +219,7 @@ class DFlashConfig:
             if max(self.target_layer_ids) >= target.num_hidden_layers - 1:
                 raise config_error(
                     "target_layer_ids",
-                    f"layers before the target's last, 0 to "
+                    f"layers before the target's last one, 0 to "
                     f"{target.num_hidden_layers - 2}",
                     list(self.target_layer_ids),
                     remedy,
@@ -268,7 +268,7 @@ class DFlashConfig:
 
 
 def sliding_layers(hf_config: Any) -> frozenset[int]:
-    """The layers that have a sliding window by the config."""
+    """The layers that have a sliding window according to the config."""
     text = hf_config.get_text_config()
     layer_types = getattr(text, "layer_types", None)
     if layer_types:
@@ -283,7 +283,7 @@ def sliding_layers(hf_config: Any) -> frozenset[int]:
 
 
 def remote_class(hf_config: Any) -> str | None:
-    """The reference to a module that the checkpoint brings, or None."""
+    """The reference to the checkpoint's own module, or None."""
     auto_map = getattr(hf_config, "auto_map", None) or {}
     return auto_map.get("AutoModel")
 

@@ -2,7 +2,7 @@
 """Offline generation: prompts in, texts out, with or without a draft.
 
 The host admits prompts to free rows of the batch, lets the device run a few steps, and
-reads their tokens; nothing else crosses between the two.
+reads the tokens; nothing else is exchanged between the two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Generator:
     """Generates with a target and, if one is given, a draft.
 
     Attributes:
-        stats: of the latest run.
+        stats: counts and times of the latest run.
     """
 
     def __init__(
@@ -56,18 +56,19 @@ class Generator:
         Args:
             target: the target.
             draft: the draft, or None for plain decoding.
-            tokenizer: of transformers; needed for prompts, outputs and stops as text.
-            max_model_len: most tokens of a prompt and its output.
-            max_num_seqs: B, prompts that run at the same time.
-            num_speculative_tokens: drafts a step, 1 to block_size - 1 (the default).
+            tokenizer: a fast one of transformers; needed for prompts, outputs and stops
+                as text.
+            max_model_len: the most tokens of a prompt and its output together.
+            max_num_seqs: B, the most prompts that run at the same time.
+            num_speculative_tokens: drafts per step, 1 to block_size - 1 (the default).
             draft_sample_method: for requests with a temperature: "greedy" proposes the
                 draft's likeliest tokens, "probabilistic" draws them, which is accepted
                 more often the higher the temperature is.
-            steps_per_visit: most decode steps before the host looks.
+            steps_per_visit: the most decode steps before the host reads their tokens.
             page_size: rows of a page of the caches.
 
         Raises:
-            ValueError: target, draft and numbers do not fit together.
+            ValueError: the draft does not fit the target, or a size is out of range.
         """
         sizes = {
             "max_model_len": max_model_len,
@@ -134,11 +135,11 @@ class Generator:
 
         Args:
             prompts: any number.
-            params: one for all (its seed counts for the first, the next one for the
-                second, and so on), or one for each.
+            params: one for all (the first prompt gets its seed, the second seed + 1,
+                and so on), or one for each.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served; nothing runs.
+            ValueError: a prompt or parameter is invalid; nothing runs then.
         """
         outputs: dict[int, GenerationOutput] = {}
         for event in self.stream(prompts, params):
@@ -150,9 +151,9 @@ class Generator:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> abc.Generator[StreamEvent]:
-        """Like `generate`, but yields what is new after each host visit.
+        """Like `generate`, but yields new text after each host visit.
 
-        Close it to end the run early.
+        Close the iterator to end the run early.
         """
         requests = Request.make_all(
             prompts,
@@ -173,7 +174,7 @@ class Generator:
             )
 
     def _run(self, requests: list[Request]) -> abc.Generator[StreamEvent]:
-        self._refuse_while_running()  # it may have begun since `stream` was called
+        self._refuse_while_running()  # one may have started since `stream` was called
         self._running = True
         self.stats = RunStats()
         try:
@@ -210,7 +211,7 @@ class Generator:
         )
 
     def _visit(self, rows: list[Request | None]) -> Iterator[StreamEvent]:
-        """Lets the device run some steps; one event for each request."""
+        """Lets the device run some steps; yields one event for each request."""
         started = time.perf_counter()
         steps = self._decode([request is not None for request in rows])
         self.stats.decode_seconds += time.perf_counter() - started
@@ -232,7 +233,7 @@ class Generator:
                 self.stats.decode_tokens += request.output.acceptance_lengths[-1]
             if not steps.num_tokens[0, row]:
                 raise RuntimeError(
-                    f"row {row} is active on the host, not on the device"
+                    f"row {row} is active on the host but not on the device"
                 )
             yield StreamEvent(request.index, segments, request.output)
             if request.output.finish_reason:
@@ -254,9 +255,9 @@ class Generator:
         return jax.device_get(steps)
 
     def _on_state(self, program: Callable[..., Any]) -> list[Any]:
-        """Runs a program on the state, and counts what it had to compile."""
+        """Runs a program on the state and counts what it compiled."""
         before = compilations().count
-        # The state is donated: if the program is interrupted, it is gone.
+        # The state is donated: if the program is interrupted, it is lost.
         state, self._state = self._state or self._make_state(), None
         self._state, *result = program(self.target, self.draft, state)
         self.stats.recompilations += compilations().count - before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt's continuation is, while it grows and when it is done."""
+"""A prompt's continuation: the final output, and events while it grows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class GenerationOutput:
 
     Attributes:
         prompt_token_ids: the prompt.
-        token_ids: the output, an ending stop token included.
+        token_ids: the output, including the stop token that ended it.
         from_draft: for each of them, whether it was an accepted draft.
-        logprobs: for each of them, its log-probability under the target's logits as
-            they come, without temperature or penalties; empty unless asked for.
-        acceptance_lengths: tokens that each target pass after the prefill gave.
+        logprobs: for each of them, its log-probability under the target's raw logits,
+            before temperature and penalties; empty unless requested.
+        acceptance_lengths: tokens that each target pass after the prefill yielded.
         text: the output as text, without special tokens; "" without a tokenizer.
         finish_reason: "stop" or "length"; None while unfinished.
     """
@@ -38,13 +38,14 @@ class GenerationOutput:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """News of one prompt.
+    """New text of one prompt.
 
     Attributes:
-        index: which prompt.
-        segments: new text, each with whether an accepted draft completed it.
-        output: everything so far, one object that grows; final when its `finish_reason`
-            is set.
+        index: position of the prompt among those of the call.
+        segments: the new text, in pieces; each with whether an accepted draft completed
+            it.
+        output: everything so far; the same object in each event, final when its
+            `finish_reason` is set.
     """
 
     index: int

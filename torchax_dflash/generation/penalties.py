@@ -20,15 +20,15 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Penalties:
-    """Each request's settings, and the tokens that they look at, on the device.
+    """Each request's penalties and the tokens that they count, on the device.
 
     Attributes:
-        repetition: float32 [B]; logits of tokens seen are divided by it if positive,
-            else multiplied; 1 changes nothing.
-        presence: float32 [B]; taken from logits of tokens in the output.
-        frequency: float32 [B]; the same, for each time they are there.
+        repetition: float32 [B]; positive logits of tokens in prompt or output are
+            divided by it, negative ones multiplied; 1 changes nothing.
+        presence: float32 [B]; subtracted from logits of tokens in the output.
+        frequency: float32 [B]; the same, once for each occurrence.
         in_prompt: bool [B, V].
-        in_output: int32 [B, V], times.
+        in_output: int32 [B, V], occurrences.
     """
 
     repetition: jax.Array
@@ -39,7 +39,7 @@ class Penalties:
 
     @classmethod
     def none(cls, batch_size: int, vocab_size: int) -> Penalties:
-        """Of requests without tokens that are not penalised."""
+        """For requests without tokens and without penalties."""
         return cls(
             repetition=jnp.ones(batch_size, jnp.float32),
             presence=jnp.zeros(batch_size, jnp.float32),
@@ -59,7 +59,7 @@ class Penalties:
 
     @property
     def active(self) -> jax.Array:
-        """Bool [B]: the request has any."""
+        """Bool [B]: the request has a penalty."""
         return (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
 
     def add_prompt(
@@ -70,7 +70,7 @@ class Penalties:
         is_first: jax.Array,
         settings: jax.Array,
     ) -> Penalties:
-        """Notes a chunk of a request's prompt.
+        """Adds a chunk of a request's prompt.
 
         Args:
             row: int32 [], the request's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading prompts: cut into chunks of a few static sizes, one program for each."""
+"""Prefill: prompts are read in chunks of a few static sizes, one program for each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CHUNK_SIZES = (16, 64, 256)
 def chunk_sizes(length: int) -> Iterator[int]:
     """Cuts a prompt into prefill chunks.
 
-    The smallest that holds the rest, unless that wastes more than half of it and a
-    smaller one could be filled first.
+    Takes the smallest size that holds the rest, unless more than half of it would be
+    padding and a smaller size can be filled first.
     """
     while length > 0:
         fitting = [size for size in CHUNK_SIZES if size >= length]
@@ -41,7 +41,7 @@ def chunk_sizes(length: int) -> Iterator[int]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of one request's prompt, and how the request is to be continued.
+    """A piece of one request's prompt, and how to continue the request.
 
     Attributes:
         row: int32 [], the request's row in the batch.

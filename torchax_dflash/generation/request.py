@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One prompt on its way through the generator: what is asked, checked, and answered."""
+"""A prompt inside the generator: its checked parameters and its output so far."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Request:
     """A prompt and its output so far.
 
     Attributes:
-        index: which of the caller's prompts.
-        params: how it is to be continued.
+        index: position among the caller's prompts.
+        params: how to continue it.
         seed: of its random draws.
         output: grows with each `add`.
-        limit: most tokens of prompt and output.
-        stop_ids: E ids, unused ones -1.
+        limit: the most tokens of prompt and output together.
+        stop_ids: E ids; unused slots are -1.
         stream: turns tokens to text, or None without a tokenizer.
     """
 
@@ -53,7 +53,7 @@ class Request:
         """Checks one prompt and its parameters.
 
         Raises:
-            ValueError: they cannot be served.
+            ValueError: one of them is invalid.
         """
         name = f"prompts[{index}]"
         ids = _token_ids(name, prompt, tokenizer)
@@ -76,7 +76,7 @@ class Request:
         if params.stop_texts and tokenizer is None:
             raise config_error(
                 "stop",
-                "no stop texts without a tokenizer",
+                "none without a tokenizer",
                 params.stop,
                 "Give the Generator a tokenizer, or use stop_token_ids.",
             )
@@ -108,9 +108,9 @@ class Request:
         if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
             raise config_error(
                 "prompts",
-                "a list of prompts, each a text or a list of token ids",
+                "a list of prompts, each a string or a list of token ids",
                 prompts,
-                "Put the one prompt into a list.",
+                "Put a single prompt into a list.",
             )
         params = params or SamplingParams()
         if isinstance(params, SamplingParams):
@@ -118,9 +118,9 @@ class Request:
         if len(params) != len(prompts):
             raise config_error(
                 "params",
-                f"one, or one for each of {len(prompts)} prompts",
+                f"one, or one for each of the {len(prompts)} prompts",
                 len(params),
-                "Give as many as prompts.",
+                "Give one for all prompts, or one for each.",
             )
         return [
             cls.make(

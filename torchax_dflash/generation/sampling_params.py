@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to continue a prompt. Imports neither torch nor JAX, so that it costs nothing."""
+"""How to continue a prompt. Imports neither torch nor JAX, to stay cheap to import."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. Names and meanings are vLLM's, but for the defaults.
+    """How to continue a prompt. Names and meanings are vLLM's; some defaults differ.
 
     Attributes:
-        max_tokens: most new tokens.
-        temperature: 0 takes the likeliest token, 1 draws as the target says.
-        top_k: draw among the k likeliest tokens only; 0 for all.
-        top_p: draw among the likeliest tokens that together reach p.
-        min_p: draw among tokens at least this fraction of the likeliest.
-        seed: the same seed gives the same output, whatever else runs; None for another
-            one each time.
-        repetition_penalty: above 1, tokens of prompt and output become less likely.
-        presence_penalty: above 0, tokens of the output become less likely.
-        frequency_penalty: the same, for each time they are there.
-        logprobs: give the log-probability of each output token.
-        stop: texts that end the output; they are no part of its text, though their
-            tokens are of its tokens. One alone may be given as it is.
-        stop_token_ids: tokens that end the output, besides the target's EOS; they are
-            part of it.
-        ignore_eos: go on after the target's EOS.
+        max_tokens: the most new tokens.
+        temperature: 0 takes the likeliest token, 1 samples the target's distribution.
+        top_k: sample from the k likeliest tokens only; 0 for all.
+        top_p: sample from the fewest likeliest tokens whose probabilities reach p.
+        min_p: sample from tokens at least this fraction as likely as the likeliest.
+        seed: the same seed gives the same output, whatever else is in the batch; None
+            for a fresh one each time.
+        repetition_penalty: above 1 makes tokens of prompt and output less likely.
+        presence_penalty: above 0 makes tokens of the output less likely.
+        frequency_penalty: the same, once for each occurrence.
+        logprobs: return the log-probability of each output token.
+        stop: strings that end the output, or one string. They are left out of its
+            text, but not out of its tokens.
+        stop_token_ids: tokens that end the output, in addition to the target's EOS;
+            they are included in it.
+        ignore_eos: continue after the target's EOS.
     """
 
     max_tokens: int = 128
@@ -55,7 +55,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def of_each(self, count: int) -> list[SamplingParams]:
-        """For several prompts: the same, but with seeds that follow each other."""
+        """One for each of several prompts, with consecutive seeds."""
         self.check()
         if self.seed is None:
             return [self] * count
@@ -64,7 +64,7 @@ class SamplingParams:
     def check(self) -> None:
         """Raises ValueError if a field is out of its range."""
         for name, expected, is_good, remedy in (
-            ("max_tokens", "at least 1", self.max_tokens >= 1, "Ask for a token."),
+            ("max_tokens", "at least 1", self.max_tokens >= 1, "Ask for one token."),
             ("temperature", "at least 0", self.temperature >= 0, "0 is greedy."),
             ("top_k", "at least 0", self.top_k >= 0, "0 keeps all tokens."),
             ("top_p", "above 0, up to 1", 0 < self.top_p <= 1, "1 keeps all tokens."),

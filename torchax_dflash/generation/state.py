@@ -34,14 +34,14 @@ class DecodeState:
         block_table: int32 [B, pages].
         anchors: int32 [B], last decided token, not yet in any cache.
         seq_lens: int32 [B], tokens before the anchor.
-        limits: int32 [B], most tokens (prompt and output) the request may have.
+        limits: int32 [B], the most tokens of prompt and output together.
         stop_ids: int32 [B, E].
         active: bool [B].
         aux_hidden_states: [B, Q, F], of the last verified block.
         num_new: int32 [B], rows of `aux_hidden_states` that were accepted and not yet
             ingested.
         sampling: how each request's tokens are drawn.
-        penalties: and what it is penalised for.
+        penalties: each request's penalties.
     """
 
     target_pool: KVPool
@@ -179,7 +179,7 @@ class Steps:
         token_ids: int32 [S, B, Q]; the first `num_tokens` of each row count.
         num_tokens: int32 [S, B], the acceptance length; 0 for idle requests.
         num_accepted: int32 [S, B], how many of them were drafts.
-        logprobs: float32 [S, B, Q], of `token_ids`, where they were asked for.
+        logprobs: float32 [S, B, Q], of `token_ids`, where they were requested.
     """
 
     token_ids: jax.Array

@@ -14,9 +14,9 @@ class RunStats:
     """Counts of one `generate` or `stream` run; seconds are wall-clock time.
 
     Attributes:
-        prefill_seconds: reading prompts (each gives the first token of its output).
-        decode_seconds: everything after.
-        decode_tokens: tokens that decoding gave.
+        prefill_seconds: reading prompts, each of which yields its first output token.
+        decode_seconds: decode steps.
+        decode_tokens: tokens from decode steps.
         recompilations: programs compiled during the run; 0 after `warm_up`.
     """
 
@@ -27,7 +27,7 @@ class RunStats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Of all requests together; 0.0 if nothing was decoded."""
+        """For all requests together; 0.0 if nothing was decoded."""
         seconds = self.decode_seconds
         return self.decode_tokens / seconds if seconds else 0.0
 
@@ -45,5 +45,5 @@ class Compilations:
 
 @functools.cache
 def compilations() -> Compilations:
-    """The counter of this process; JAX's listeners cannot be taken off again."""
+    """The counter of this process; JAX's listeners cannot be removed."""
     return Compilations()

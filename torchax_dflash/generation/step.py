@@ -6,9 +6,9 @@ One step for each request, whose last decided token (the anchor) is at `seq_len`
     position      … seq_len-1 | seq_len   +1     +2    …
     target cache  … stored    | (this step stores the block)
     block                     | anchor   draft  draft …
-    verified by target        | token    token  token … : the first that differs from
-                                                          its draft stands, all behind
-                                                          it fall
+    verified by target        | token    token  token … : kept up to and including
+                                                          the first that differs from
+                                                          its draft
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def decode(
         state: donated.
         keep: bool [B], requests that the host still wants.
         num_speculative_tokens: drafts a step (static).
-        num_steps: most steps (static).
-        draft_sample_method: "greedy", drafts are the likeliest tokens, or
-            "probabilistic", they are drawn as the request's tokens are (static).
+        num_steps: the most steps to run (static).
+        draft_sample_method: "greedy" drafts the likeliest tokens,
+            "probabilistic" draws them as the request's tokens are drawn (static).
     """
     state = state.only(keep)
     steps = Steps.none(num_steps, len(state.anchors), num_speculative_tokens + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens to text as they come, ending at stop texts."""
+"""Detokenizes a stream of tokens, up to a stop string."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torchax_dflash.core.config import config_error
 
 
 class TextStream:
-    """Decodes one output token by token; holds back what may become a stop text.
+    """Decodes one output token by token; holds back what may become a stop string.
 
     Attributes:
-        stopped: a stop text was reached; it and what follows are no part of the text.
+        stopped: a stop string was reached; the text ends before it.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         """Starts an empty output.
 
         Args:
-            tokenizer: of transformers, on the `tokenizers` library.
-            stop: texts that end the output.
+            tokenizer: a fast tokenizer of transformers.
+            stop: strings that end the output.
 
         Raises:
-            ValueError: an empty stop text, or another kind of tokenizer.
+            ValueError: an empty stop string, or a slow tokenizer.
         """
         if any(not text for text in stop):
-            raise config_error("stop", "texts that are not empty", stop, "Remove them.")
+            raise config_error("stop", "no empty string", stop, "Remove it.")
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise config_error(
                 "tokenizer",
                 "a fast tokenizer (on the tokenizers library)",
                 type(tokenizer).__name__,
-                "Load it with AutoTokenizer, or work with token ids.",
+                "Load it with AutoTokenizer, or pass token ids.",
             )
         self._tokenizer = tokenizer.backend_tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
@@ -51,7 +51,7 @@ class TextStream:
         return self._text[: self._emitted]
 
     def push(self, token_id: int, *, from_draft: bool) -> list[tuple[str, bool]]:
-        """Adds a token; returns the text that is now certain, with its origin."""
+        """Adds a token; returns the text that is final now, with its origin."""
         piece = self._decoder.step(self._tokenizer, token_id)
         if not piece:
             return []
@@ -66,7 +66,7 @@ class TextStream:
         return self._emit(len(self._text) - self._hold_back)
 
     def flush(self) -> list[tuple[str, bool]]:
-        """The output is over: returns what was held back, unless a stop text came."""
+        """Ends the output: returns what was held back, unless a stop string came."""
         return [] if self.stopped else self._emit(len(self._text))
 
     def _emit(self, end: int) -> list[tuple[str, bool]]:
