@@ -103,7 +103,7 @@ class Request:
         """Checks all prompts of a call, with one `params` for all or one for each.
 
         Raises:
-            ValueError: one of them cannot be served.
+            ValueError: one of them is invalid.
         """
         if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
             raise config_error(
