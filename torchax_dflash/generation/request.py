@@ -118,7 +118,7 @@ class Request:
         if len(params) != len(prompts):
             raise config_error(
                 "params",
-                f"one, or one for each of the {len(prompts)} prompts",
+                f"one, or one for each of {len(prompts)} prompts",
                 len(params),
                 "Give one for all prompts, or one for each.",
             )
