@@ -10,16 +10,18 @@ SERVING := .venv-serving/bin
 TWICE := -n 2 --dist loadfile
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-all test-serving serve train bench picture docs lint format clean help
+.PHONY: demo test test-slow test-all test-serving serve train bench picture docs lint format clean help
 
 demo: .venv/.installed-demo  ## answer a question with DFlash, and compare with plain decoding
 	@$(BIN)/torchax-dflash generate --compare
 
-test: .venv/.installed-dev  ## the tests of everything but serving
+test: .venv/.installed-dev  ## the tests of everything but serving, without the slow ones
 	@$(BIN)/python -m pytest -m 'not vllm and not slow' $(TWICE)
 
-test-all: .venv/.installed-dev  ## with those that take long
-	@$(BIN)/python -m pytest -m 'not vllm' $(TWICE)
+test-slow: .venv/.installed-dev  ## those that `make test` leaves out because they take long
+	@$(BIN)/python -m pytest -m 'not vllm and slow' $(TWICE)
+
+test-all: test test-slow  ## both
 
 test-serving: .venv-serving/.installed  ## the tests of serving, on the real vLLM
 	@$(SERVING)/python -m pytest -m vllm $(TWICE) tests/serving
