@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a checkpoint lies: a folder of this machine, or the hub."""
+"""Where a checkpoint is: a folder of this machine, or the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def find_checkpoint(name_or_path: str | Path) -> Path:
     """The local folder of a checkpoint: as given, or downloaded from the hub.
 
     Raises:
-        FileNotFoundError: no such folder, and not to be had from the hub either.
+        FileNotFoundError: no such folder, and the hub does not have it either.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism of a draft: how its weights and cache lie on several devices.
+"""Tensor parallelism of a draft: where its weights and cache are, on several devices.
 
     q_proj, k_proj, v_proj      split by head, on the output dimension
     o_proj                      split by head, on the input dimension
@@ -34,7 +34,7 @@ def param_sharding(
     mesh: Mesh,
     axis: str,
 ) -> NamedSharding:
-    """Where one of a model's parameters lies.
+    """Where one of a model's parameters is placed.
 
     Args:
         name: as in the module, like "layers.0.self_attn.q_proj.weight".
@@ -67,7 +67,7 @@ def shard_draft[D: Draft](draft: D, mesh: Mesh, axis: str) -> D:
 
 
 def pool_sharding(*, config: DFlashConfig, mesh: Mesh, axis: str) -> NamedSharding:
-    """Where the pages [P, page_size, H, K] of every layer lie."""
+    """Where the pages [P, page_size, H, K] of every layer are placed."""
     splits = config.num_key_value_heads % mesh.shape[axis] == 0
     return NamedSharding(mesh, PartitionSpec(None, None, axis if splits else None))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft as JAX programs. No files, no requests, no host loop.
 
-    accept         which drafts stand, and the token after them
+    accept         which drafts are accepted, and the token after them
     drafting       from an anchor to draft tokens
     draft          the draft; `ingest`: aux hidden states -> K/V rows in its pool
     target         the offline target; `forward`: one causal pass over new rows
@@ -14,5 +14,5 @@
     draft_weights  the names of a draft's weights, and what follows from them
     config         what configs of checkpoints say, checked
 
-A module imports only what stands below it here (import-linter holds this).
+A module imports only from below it in this list (import-linter holds this).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accept rule: which of a block's drafts stand, and the token after them.
+"""The accept rule: which of a block's drafts are accepted, and the token after them.
 
 Whatever the draft proposes, the output has the target's own distribution. With p the
 target's probabilities after temperature and filters, and q those that a draft was
@@ -7,7 +7,7 @@ really drawn from:
 
     accept draft x with probability min(1, p(x) / q(x))
     at the first rejection draw from max(p - q, 0), normalised
-    if all stand, draw one more from p
+    if all are accepted, draw one more from p
 
 A draft that was chosen, not drawn, has a q of 1 at one token. Greedy decoding is the
 same rule with a p of 1 at one token: the longest prefix that the target agrees with
@@ -46,9 +46,9 @@ class Accepted:
     Attributes:
         token_ids: int32 [B, Q]; the first `num_accepted + 1` of a row are its next
             tokens: accepted drafts, then the target's own.
-        num_accepted: int32 [B], drafts that stand.
-        logprobs: float32 [B, Q], of these tokens under the target's logits as they
-            come, without temperature; 0 where they were not asked for.
+        num_accepted: int32 [B], accepted drafts.
+        logprobs: float32 [B, Q], of these tokens under the target's raw logits,
+            without temperature; 0 where they were not requested.
     """
 
     token_ids: jax.Array
@@ -165,7 +165,7 @@ def accept(
     )
     num_accepted = _leading((chances * q < p) & exists)
 
-    # What is drawn after the last accepted draft; behind all drafts there is no q.
+    # What is drawn after the last accepted draft; after all drafts there is no q.
     draft_probs = jnp.where(exists[..., None], draft_probs, 0)
     draft_probs = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
     at = num_accepted[:, None, None]
@@ -184,6 +184,6 @@ def accept(
     )
 
 
-def _leading(stands: jax.Array) -> jax.Array:
-    """How many of each row stand before the first that does not, [B, K] -> [B]."""
-    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)
+def _leading(accepted: jax.Array) -> jax.Array:
+    """How many of each row come before the first that is false, [B, K] -> [B]."""
+    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)

@@ -166,7 +166,7 @@ def paged_attention(
         key: [B, H, Q, K], the block's own keys.
         value: [B, H, Q, K], the block's own values.
         pages: K and V of this layer, each [P, page_size, H, K].
-        context: where the context lies, and how long context and blocks are.
+        context: where the context is, and how long context and blocks are.
         how: the layer's way to attend (static).
         tile: context rows read at a time (static).
         folded_rows: up to this many query rows, all heads counted, heads share one
@@ -253,13 +253,13 @@ def _tiles(
 def _fold_heads(
     query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """H heads as one of H times the width; a query is zero where other heads lie.
+    """H heads as one of H times the width; a query is zero in other heads' columns.
 
         query [B, H, M, K] -> [B, 1, H * M, H * K]      q0  0  0
         key   [B, H, S, K] -> [B, 1, S, H * K]           0 q1  0    M rows each
                                                          0  0 q2
 
-    Pages hold the heads of a row side by side, so a tile is multiplied as it lies,
+    Pages hold the heads of a row side by side, so a tile is multiplied as it is,
     without being transposed. The extra products are with zeros, and with few rows a
     matrix unit has room for them.
     """

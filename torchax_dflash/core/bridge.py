@@ -66,11 +66,11 @@ class AttentionCache(Protocol):
         layer_idx: int,
         cache_kwargs: dict | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes a layer's new rows, [B, H, R, K]; returns what `attend` shall get."""
+        """Takes a layer's new rows, [B, H, R, K]; returns what `attend` is given."""
         ...
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows that the module shall think are there."""
+        """The number of cached rows, as the module is told."""
         ...
 
     def attend(
@@ -271,7 +271,7 @@ def attention_forward(
 
 
 def _routed_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention "sdpa" as it was, but ours for calls that bring our cache.
+    """The attention "sdpa" as it was, but ours for calls with our cache.
 
     The `dflash` package's modules look up "sdpa" whatever their config says.
     """

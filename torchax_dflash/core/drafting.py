@@ -87,7 +87,7 @@ def draw_draft_tokens(
         anchors: as there.
         context: as there.
         num_speculative_tokens: as there.
-        sampling: of the requests; candidate selectors heed its temperature only.
+        sampling: of the requests; candidate selectors use its temperature only.
 
     Returns:
         int32 [B, K], and what they were drawn from, float32 [B, K, V]: the q of the
@@ -209,7 +209,7 @@ def _draw_path(
     """Drawn by the candidate selector: int32 [B, K] and its q, float32 [B, K, V].
 
     A selector knows one temperature and one random state for all rows. Its scores are
-    linear in logits and hidden states, so each row brings these divided by its own
+    linear in logits and hidden states, so each row passes these divided by its own
     temperature, in a call of its own.
     """
     temperature = jnp.where(sampling.draws, sampling.temperature, 1)

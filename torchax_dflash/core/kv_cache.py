@@ -8,7 +8,7 @@ into a fixed JAX buffer instead of growing a tensor:
     page 0  | r r r r |            request 0: 3 1 0      request 0: 9
     page 1  | r r r r |            request 1: 2 4 5      request 1: 5
     page 2  | s s s s |
-    page 3  | r r r r |            position p of request b lies at slot
+    page 3  | r r r r |            position p of request b is in slot
     page 4  | s . . . |            block_table[b, p // page_size] * page_size
     page 5  | . . . . |                + p % page_size
 
@@ -38,7 +38,7 @@ class KVPool:
 
     Attributes:
         layers: per layer (K, V), each [P, page_size, H, K] in the model's dtype.
-        sharding: where they lie, or None for the default device (static).
+        sharding: where they are, or None for the default device (static).
     """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
@@ -103,7 +103,7 @@ class KVPool:
         return replace(self, layers=tuple(layers))
 
     def constrained(self) -> KVPool:
-        """Inside a jitted program: the pool, kept where it lies."""
+        """Inside a jitted program: the pool, with its sharding kept."""
         if self.sharding is None:
             return self
         layers = jax.lax.with_sharding_constraint(self.layers, self.sharding)
@@ -119,7 +119,7 @@ def slot_mapping_of(
     """Slots of `positions`; rows that are not valid get the slot that is dropped.
 
     Args:
-        pool: the pool they lie in.
+        pool: the pool of these rows.
         block_table: int32 [B, pages].
         positions: int32 [B, R].
         valid: bool [B, R].

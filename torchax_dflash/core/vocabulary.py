@@ -2,8 +2,8 @@
 """Embedding and head of a draft: its target's, or its own.
 
 A draft's own head may know fewer tokens than the target. Its logits are put where the
-target's would be, and tokens that it does not know get -inf, so they have probability
-0 whatever is done with them. With 4 tokens of which the head knows 1 and 3:
+target's would be, and tokens that it does not know get -inf, so their probability
+is 0 at any temperature. With 4 tokens of which the head knows 1 and 3:
 
     head's logits    a  b            row_of_token   [2, 0, 2, 1]
     over the target  -inf  a  -inf  b
@@ -34,7 +34,7 @@ class TargetHead(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class OwnVocabulary:
-    """What a draft brings instead of borrowing it; a pytree.
+    """What a draft has of its own instead of borrowing it; a pytree.
 
     Attributes:
         embedding: [V, D], for its noise blocks, or None.
