@@ -41,13 +41,19 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
-from torchax_dflash.checkpoints.demo import cache_folder, demo_target
+from torchax_dflash import (
+    DraftModel,
+    Generator,
+    SamplingParams,
+    TargetModel,
+    demo_draft,
+    demo_target,
+)
+from torchax_dflash.checkpoints.demo import keep_compiled_programs
 from torchax_dflash.core.attention import Context
 from torchax_dflash.core.kv_cache import KVPool
 from torchax_dflash.core.target import forward
 
-DEMO_DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-dflash"
 ROWS = (1, 2, 4, 8, 16)
 CONTEXT = 100
 PROMPTS = {
@@ -86,7 +92,7 @@ def main() -> int:
         parser.error("--rounds must be at least 1, and --max-tokens at least 2")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    keep_compiled_programs()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         report = measure(arguments, progress)
     if arguments.json:
@@ -101,7 +107,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]
     folder = demo_target()
     target = TargetModel.from_pretrained(folder)
     draft = DraftModel.from_pretrained(
-        DEMO_DRAFT, quantization=arguments.draft_quantization
+        demo_draft(), quantization=arguments.draft_quantization
     )
     rounds = arguments.rounds
     verify = in_turns(verify_variants(target, draft), rounds, progress, "verify")
@@ -178,7 +184,7 @@ def decode_variants(
     params = SamplingParams(max_tokens=arguments.max_tokens)
     torch_target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch_draft = dflash.model.DFlashDraftModel.from_pretrained(
-        DEMO_DRAFT, dtype=torch.float32
+        demo_draft(), dtype=torch.float32
     )
     dflash.model._cuda_time = time.perf_counter  # it would synchronise with a GPU
 

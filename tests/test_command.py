@@ -45,7 +45,9 @@ def test_parameters_and_outputs_cost_neither_torch_nor_jax(name):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["generate", "--help"], []], ids=str
+    "arguments",
+    [[], ["--help"], ["--version"], ["generate", "--help"], ["train", "--help"]],
+    ids=str,
 )
 def test_help_is_fast(arguments):
     code = (

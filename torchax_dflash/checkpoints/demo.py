@@ -37,6 +37,14 @@ def cache_folder() -> Path:
     return Path(cache) / "torchax-dflash"
 
 
+def keep_compiled_programs() -> None:
+    """Lets JAX keep what it compiles in our cache folder, unless it has one already."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+
+
 def demo_draft() -> Path:
     """The checkpoint folder of the draft that was trained for `demo_target()`.
 

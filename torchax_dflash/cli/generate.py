@@ -25,9 +25,9 @@ import torchax_dflash as dflash  # its names are imported when they are first us
 from torchax_dflash.checkpoints.demo import (
     DEMO_DRAFT,
     DEMO_TARGET,
-    cache_folder,
     demo_draft,
     demo_target,
+    keep_compiled_programs,
 )
 from torchax_dflash.generation.sampling_params import DRAFT_SAMPLE_METHODS
 
@@ -112,8 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from torchax_dflash.cli.terminal import collect, show_report, warm_up
 
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    keep_compiled_programs()
     folder = target_folder(arguments)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     prompts = [

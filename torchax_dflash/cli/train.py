@@ -50,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: a file cannot be read or written.
         KeyboardInterrupt: with what to do next, where the step can be continued.
     """
-    import jax
-
-    from torchax_dflash.checkpoints.demo import cache_folder
+    from torchax_dflash.checkpoints.demo import keep_compiled_programs
     from torchax_dflash.cli import train_generate, train_report, train_run
 
     steps = {
@@ -61,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         "export": train_report.export_draft,
         "evaluate": train_report.evaluate,
     }
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+    keep_compiled_programs()
     try:
         steps[arguments.step](arguments)
     except KeyboardInterrupt:
