@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,7 +197,8 @@ def test_the_example_of_the_api(capsys):
     assert example.main([]) == 0
     shown = capsys.readouterr().out
     assert "def sum_of_average" in shown
-    assert "2.66 tokens a target pass" in shown
+    (mean,) = re.findall(r"([\d.]+) tokens a target pass", shown)
+    assert float(mean) > 2
 
 
 @pytest.mark.slow
