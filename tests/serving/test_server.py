@@ -141,6 +141,15 @@ def test_server_streams_and_counts(server):
     assert sum(values) > 0
 
 
+def test_server_says_what_it_refuses(server):
+    body = {"prompt": [5, 6, 7], "max_tokens": 5, "repetition_penalty": 1.1}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(server.base, "/v1/completions", body)
+    assert refused.value.code == 400
+    message = json.load(refused.value)["error"]["message"]
+    assert "repetition_penalty: expected 1 with DFlash, got 1.1" in message
+
+
 def test_server_shuts_down_cleanly(server):
     """The last test of this module."""
     server.process.terminate()

@@ -17,7 +17,8 @@ from torchax_dflash.serving.plugin import options
 _IGNORED = "tpu-inference ignores it, with or without DFlash. Leave it out."
 _DEFAULTS = (
     "tpu-inference ignores it, with or without DFlash. Leave it out; where the model's "
-    "generation_config.json sets it, start with --generation-config vllm."
+    "generation_config.json sets it, start with --override-generation-config "
+    "'{\"repetition_penalty\": 1.0}'."
 )
 
 _SUPPORTED: dict[str, tuple[Any, str]] = {

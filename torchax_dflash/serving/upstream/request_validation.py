@@ -26,9 +26,11 @@ def install(check: Callable[[Any, Any], None]) -> None:
 
     Args:
         check: called with the engine's `VllmConfig` and a request's `SamplingParams`;
-            raises ValueError to refuse the request. Installed once.
+            raises ValueError to refuse the request, which becomes vLLM's own
+            VLLMValidationError. Installed once.
     """
     # not above: the platform is chosen while vllm is still being imported
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -39,7 +41,12 @@ def install(check: Callable[[Any, Any], None]) -> None:
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(params, SamplingParams):
-            check(self.vllm_config, params)
+            try:
+                check(self.vllm_config, params)
+            except ValueError as error:
+                # The server answers 400 and this message; with a ValueError, 500 and
+                # none (v1/engine/async_llm.py:820).
+                raise VLLMValidationError(str(error)) from error
         return original(self, request_id, prompt, params, *args, **kwargs)
 
     InputProcessor.process_inputs = process_inputs
