@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchax_dflash.checkpoints.demo import demo_draft, demo_target
     from torchax_dflash.checkpoints.finding import find_checkpoint
     from torchax_dflash.checkpoints.pretrained import DraftModel, TargetModel
+    from torchax_dflash.core.attention import Context
     from torchax_dflash.core.config import DFlashConfig, TargetConfig
     from torchax_dflash.core.draft import ingest
     from torchax_dflash.core.drafting import draft_tokens
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Context",
     "DFlashConfig",
     "DraftModel",
     "GenerationOutput",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Context": "core.attention",
     "DFlashConfig": "core.config",
     "DraftModel": "checkpoints.pretrained",
     "GenerationOutput": "generation.outputs",

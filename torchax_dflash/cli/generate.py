@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trust-remote-code",
         action="store_true",
-        help="run the module that the draft's checkpoint brings",
+        help="run the draft checkpoint's own module",
     )
     add(
         "--chat",
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
     sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="0: all")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sampling.add_argument("--seed", type=int, help="the same one, the same answers")
+    sampling.add_argument("--seed", type=int, help="the same seed gives the same answers")
     sampling.add_argument(
         "--num-samples", type=int, default=1, metavar="N", help="answers to each prompt"
     )
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-quantization",
         choices=["int8"],
-        help="keep the draft's linear weights in a byte each",
+        help="keep the draft's linear weights as int8",
     )
     add("--ignore-eos", action="store_true", help="go on after the end of the answer")
     add("--compare", action="store_true", help="also decode plainly, and compare")
