@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 
-import jax
 from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoTokenizer
@@ -23,6 +22,7 @@ from torchax_dflash import (
     cli,
     demo_draft,
     demo_target,
+    keep_compiled_programs,
 )
 
 QUESTION = "Write a Python function that computes the average of a list of numbers."
@@ -47,7 +47,7 @@ def demo() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     # Compiled programs are kept: from the second start on, this takes a few seconds.
-    jax.config.update("jax_compilation_cache_dir", str(folder.parent / "jax"))
+    keep_compiled_programs()
     generator = Generator(
         target,
         draft,

@@ -49,7 +49,7 @@ from torchax_dflash import (
     demo_draft,
     demo_target,
 )
-from torchax_dflash.checkpoints.demo import keep_compiled_programs
+from torchax_dflash.checkpoints.cache import keep_compiled_programs
 from torchax_dflash.core.attention import Context
 from torchax_dflash.core.kv_cache import KVPool
 from torchax_dflash.core.target import forward

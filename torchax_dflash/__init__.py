@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchax_dflash.checkpoints.cache import keep_compiled_programs
     from torchax_dflash.checkpoints.demo import demo_draft, demo_target
     from torchax_dflash.checkpoints.finding import find_checkpoint
     from torchax_dflash.checkpoints.pretrained import DraftModel, TargetModel
@@ -44,9 +45,11 @@ __all__ = [
     "draft_tokens",
     "find_checkpoint",
     "ingest",
+    "keep_compiled_programs",
 ]
 
-_HOME = {
+_MODULE_OF = {
+    "keep_compiled_programs": "checkpoints.cache",
     "Context": "core.attention",
     "DFlashConfig": "core.config",
     "DraftModel": "checkpoints.pretrained",
@@ -72,9 +75,9 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("torchax-dflash")
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -85,7 +85,7 @@ def test_the_packages_own_sampling(draft):
     ],
 )
 def test_this_test_notices_a_broken_rule(broken, monkeypatch):
-    monkeypatch.setattr(accepting, "accept", broken)
+    monkeypatch.setattr(accepting, "accept_sampled", broken)
     models, params = small("trained"), SETTINGS["temperature 1"]
     probs = exact_distribution(models.torch_target, PROMPT, params)
     assert p_value(sampled_counts(models, params, "probabilistic"), probs) < 1e-6

@@ -5,30 +5,31 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from torchax_dflash.core import accept, sampling
+from torchax_dflash.core import accept
+from torchax_dflash.core.sampling import draw
 
 
 def accepts_all(probs, drafts, num_drafts, *, draft_probs, **others):
-    return accept.accept(
+    return accept.accept_sampled(
         probs, drafts, num_drafts, draft_probs=draft_probs * 1e-9, **others
     )
 
 
 def keeps_what_was_rejected(
-    probs, drafts, num_drafts, *, draft_probs, settings, positions
+    probs, drafts, num_drafts, *, draft_probs, sampling, positions
 ):
     """Draws from p after a rejection, not from p - q."""
-    right = accept.accept(
+    right = accept.accept_sampled(
         probs,
         drafts,
         num_drafts,
         draft_probs=draft_probs,
-        settings=settings,
+        sampling=sampling,
         positions=positions,
     )
     at = right.num_accepted[:, None]
     p = jnp.take_along_axis(probs, at[..., None], axis=1)
-    own = sampling.draw(p, settings.keys(positions, 2))
+    own = draw(p, sampling.keys(positions, 2))
     columns = jnp.arange(right.token_ids.shape[1])
     return replace(right, token_ids=jnp.where(columns < at, right.token_ids, own))
 
@@ -36,4 +37,6 @@ def keeps_what_was_rejected(
 def takes_another_q(probs, drafts, num_drafts, *, draft_probs, **others):
     sharper = draft_probs**2
     sharper /= sharper.sum(-1, keepdims=True)
-    return accept.accept(probs, drafts, num_drafts, draft_probs=sharper, **others)
+    return accept.accept_sampled(
+        probs, drafts, num_drafts, draft_probs=sharper, **others
+    )

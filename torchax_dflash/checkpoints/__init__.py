@@ -4,6 +4,7 @@
     pretrained    the public DraftModel and TargetModel, which load themselves
     sharding      how a draft's weights and cache are split over devices
     demo          the demo pair, without a model hub
+    cache         what is kept in the user's cache
     formats       which module and config a draft's checkpoint means
     quantization  which weights become int8
     finding       a checkpoint's folder: of this machine, or from the hub

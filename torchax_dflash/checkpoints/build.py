@@ -15,8 +15,8 @@ from torchax_dflash.core.config import sliding_layers
 def build_module(module_class: type[torch.nn.Module], hf_config: Any) -> TorchModule:
     """Constructs the module as its class does, with parameters that hold no memory.
 
-    Buffers (RoPE frequencies) are real. Attention is ours where the module asks its
-    config.
+    Buffers (RoPE frequencies) are real. A module that takes its attention from its
+    config gets ours.
     """
     hf_config._attn_implementation = ATTENTION
     # Experts: the other implementations are kernels that torchax does not lower.

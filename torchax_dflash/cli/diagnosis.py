@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchax_dflash import serving
 from torchax_dflash.checkpoints import demo
+from torchax_dflash.checkpoints.cache import cache_folder
 from torchax_dflash.cli.findings import (
     Cache,
     Devices,
@@ -204,7 +205,7 @@ def _caches(problems: list[Problem], *, needs_ours: bool) -> list[Cache]:
     """Ours, that of compiled programs, and that of the hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    ours = demo.cache_folder()
+    ours = cache_folder()
     programs = os.environ.get("JAX_COMPILATION_CACHE_DIR") or ours / "jax"
     found = []
     for name, folder, variable, consequence in (

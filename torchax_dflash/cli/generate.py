@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torchax_dflash as dflash  # its names are imported when they are first used
+from torchax_dflash.checkpoints.cache import keep_compiled_programs
 from torchax_dflash.checkpoints.demo import (
     DEMO_DRAFT,
     DEMO_TARGET,
     demo_draft,
     demo_target,
-    keep_compiled_programs,
 )
 from torchax_dflash.generation.sampling_params import DRAFT_SAMPLE_METHODS
 
@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
     sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="0: all")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sampling.add_argument("--seed", type=int, help="the same seed gives the same answers")
+    sampling.add_argument(
+        "--seed", type=int, help="the same seed gives the same answers"
+    )
     sampling.add_argument(
         "--num-samples", type=int, default=1, metavar="N", help="answers to each prompt"
     )

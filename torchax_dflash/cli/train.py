@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: a file cannot be read or written.
         KeyboardInterrupt: with what to do next, where the step can be continued.
     """
-    from torchax_dflash.checkpoints.demo import keep_compiled_programs
+    from torchax_dflash.checkpoints.cache import keep_compiled_programs
     from torchax_dflash.cli import train_generate, train_report, train_run
 
     steps = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft as JAX programs. No files, no requests, no host loop.
+"""Draft and target as JAX programs. No files, no requests, no host loop.
 
     accept         which drafts are accepted, and the token after them
     drafting       from an anchor to draft tokens

@@ -66,7 +66,10 @@ def accept_block(
     positions: jax.Array,
     logits_processor: LogitsProcessor,
 ) -> Accepted:
-    """Verifies one block of each request, at no more cost than their settings ask for.
+    """Verifies one block of each request.
+
+    Penalties, sampling and log-probabilities are computed only if some request asks
+    for them.
 
     Args:
         logits: [B, Q, V] of the target; row i follows the anchor and i drafts.
@@ -84,12 +87,12 @@ def accept_block(
         q = draft_probs
         if q is None:
             q = jax.nn.one_hot(draft_token_ids, logits.shape[-1])
-        return accept(
+        return accept_sampled(
             probabilities(processed, sampling),
             draft_token_ids,
             num_drafts,
             draft_probs=q,
-            settings=sampling,
+            sampling=sampling,
             positions=positions,
         )
 
@@ -128,18 +131,18 @@ def accept_greedy(
     # An accepted draft is the target's choice, so its choices are the output.
     return Accepted(
         token_ids=choices,
-        num_accepted=_leading(agrees),
+        num_accepted=count_leading(agrees),
         logprobs=jnp.zeros(choices.shape, jnp.float32),
     )
 
 
-def accept(
+def accept_sampled(
     probs: jax.Array,
     draft_token_ids: jax.Array,
     num_drafts: jax.Array,
     *,
     draft_probs: jax.Array,
-    settings: SamplingState,
+    sampling: SamplingState,
     positions: jax.Array,
 ) -> Accepted:
     """The rule at the top of this file.
@@ -149,11 +152,11 @@ def accept(
         draft_token_ids: int32 [B, Q - 1].
         num_drafts: int32 [B], drafts of a row that exist.
         draft_probs: [B, Q - 1, V], what the drafts were drawn from.
-        settings: of the requests.
+        sampling: of the requests.
         positions: int32 [B], of the anchors; each step of a request has another.
 
     Returns:
-        Its log-probabilities are left at 0.
+        The accepted tokens; `logprobs` is zero.
     """
     rows = draft_token_ids.shape[1]
     exists = jnp.arange(rows) < num_drafts[:, None]
@@ -161,9 +164,9 @@ def accept(
     p = jnp.take_along_axis(probs[:, :-1], of_draft, axis=-1)[..., 0]
     q = jnp.take_along_axis(draft_probs, of_draft, axis=-1)[..., 0]
     chances = jax.vmap(lambda key: jax.random.uniform(key, (rows,)))(
-        settings.keys(positions, 1)
+        sampling.keys(positions, 1)
     )
-    num_accepted = _leading((chances * q < p) & exists)
+    num_accepted = count_leading((chances * q < p) & exists)
 
     # What is drawn after the last accepted draft; after all drafts there is no q.
     draft_probs = jnp.where(exists[..., None], draft_probs, 0)
@@ -171,8 +174,8 @@ def accept(
     at = num_accepted[:, None, None]
     p = jnp.take_along_axis(probs, at, axis=1)
     rest = jnp.maximum(p - jnp.take_along_axis(draft_probs, at, axis=1), 0)
-    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)  # but for rounding
-    own = draw(rest, settings.keys(positions, 2))[:, 0]
+    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)  # zero by rounding only
+    own = draw(rest, sampling.keys(positions, 2))[:, 0]
     token_ids = jnp.pad(draft_token_ids, ((0, 0), (0, 1)))
     token_ids = jnp.where(
         jnp.arange(rows + 1) < num_accepted[:, None], token_ids, own[:, None]
@@ -184,6 +187,6 @@ def accept(
     )
 
 
-def _leading(accepted: jax.Array) -> jax.Array:
-    """How many of each row come before the first that is false, [B, K] -> [B]."""
+def count_leading(accepted: jax.Array) -> jax.Array:
+    """How many of each row come before the first that is false, [B, J] -> [B]."""
     return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)

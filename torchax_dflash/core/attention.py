@@ -18,7 +18,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-_MASKED = -1e30  # finite, so that a row without a visible key gives 0, not NaN
+MASKED = -1e30
+"""The score of a key that is not seen; finite, so that no row gives NaN."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class RunningSoftmax:
     def empty(cls, shape: tuple[int, ...]) -> RunningSoftmax:
         """Before the first key; `shape` is that of `out`."""
         return cls(
-            peak=jnp.full(shape[:-1], _MASKED, jnp.float32),
+            peak=jnp.full(shape[:-1], MASKED, jnp.float32),
             norm=jnp.zeros(shape[:-1], jnp.float32),
             out=jnp.zeros(shape, jnp.float32),
         )
@@ -108,7 +109,7 @@ class RunningSoftmax:
             visible: bool, broadcasts to `scores`.
             weigh: weights [..., M, S] -> float32 [..., M, K], the sum of values.
         """
-        scores = jnp.where(visible, scores, _MASKED)
+        scores = jnp.where(visible, scores, MASKED)
         peak = jnp.maximum(self.peak, scores.max(-1))
         weights = jnp.where(visible, jnp.exp(scores - peak[..., None]), 0)
         decay = jnp.exp(self.peak - peak)

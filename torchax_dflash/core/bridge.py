@@ -159,7 +159,7 @@ class TorchModule:
         raise AssertionError(f"{getter} returned no submodule")
 
     def _check_attention(self, cache: AttentionCache) -> None:
-        """Every layer must have come to our attention, with its window if it has one.
+        """Every layer must have called our attention, with its window if it has one.
 
         Some modules tell their window by the mask alone, which we do not read.
         """
@@ -229,7 +229,7 @@ def attention_forward(
     """Transformers' attention interface over an `AttentionCache`.
 
     A mask that the module built is ignored: it comes from tensor indices and knows
-    nothing of padding. What it may say, causality and a window, arrives by other ways.
+    nothing of padding. What it may say, causality and a window, comes as arguments.
 
     Args:
         module: the attention layer; gives `layer_idx` and `is_causal`.

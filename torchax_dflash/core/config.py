@@ -6,11 +6,14 @@
 Dimension key, used in every shape comment of this package:
 
     B  requests in a batch          T  new context rows, flat and padded
-    Q  rows of a block (anchor + K drafts)
+    Q  rows of a block              J  drafts of a block, Q - 1
     F  tapped layers x D            D  hidden size
     N  query heads                  H  key/value heads
     K  head dim                     V  vocabulary
     P  pages of a KV pool           E  stop-token slots of a request
+    S  what a docstring says it is: keys, or the tokens of a sequence
+
+`num_speculative_tokens` is J, called K in vLLM's documentation and in ours.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Draft:
 
     @property
     def plain_params(self) -> Params:
-        """Its params, for those who need them as arrays.
+        """All params as plain arrays.
 
         Raises:
             ValueError: some are quantised.
@@ -91,7 +91,8 @@ def ingest(
     Args:
         draft: the model.
         pool: its cache, donated.
-        aux_hidden_states: [T, F], the target's tapped layers at accepted tokens.
+        aux_hidden_states: [T, F] of any floating dtype, the target's tapped layers at
+            accepted tokens.
         positions: int32 [T].
         slot_mapping: int32 [T]; rows at `pool.num_slots` are padding and dropped.
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an anchor to draft tokens: one pass of the draft, and a choice at each place.
+"""From an anchor to draft tokens: one pass of the draft, and a choice at each position.
 
     block           [anchor, mask, mask, …]       one for each request
     hidden states   the unmodified module over the block, attending to the pool
     logits          its rows after the anchor, through the head
     drafts          the likeliest tokens, or tokens drawn as the request's own are
 
-Plain drafts choose at each place by itself. DFlash-2's candidate selector walks along
-the block: among the likeliest tokens of a place it chooses the one that fits best to
-the token chosen before.
+Plain drafts choose each position independently. DFlash-2's candidate selector walks
+along the block: among a position's likeliest tokens it chooses the one that best fits
+the token chosen before it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def draft_tokens(
         context: ingested rows of each request, and `block_lens`: 1 + the number of
             drafts wanted. A shorter block is not a prefix of a longer one: the missing
             rows are not attended to.
-        num_speculative_tokens: K, drafts per row, 1 to block_size - 1 (static).
+        num_speculative_tokens: J, drafts per row, 1 to block_size - 1 (static).
 
     Returns:
-        int32 [B, K]; those past `block_lens - 1` mean nothing.
+        int32 [B, J]; those past `block_lens - 1` mean nothing.
     """
     hidden, logits = draft_logits(
         draft,
@@ -81,16 +81,16 @@ def draw_draft_tokens(
     """Drafts drawn as each request's own tokens are; of greedy requests the likeliest.
 
     Args:
-        draft: as for `draft_tokens`, like the others up to the number of tokens.
-        target: as there.
-        pool: as there.
-        anchors: as there.
-        context: as there.
-        num_speculative_tokens: as there.
+        draft: see `draft_tokens`, as for the next five.
+        target: lends its embedding and head.
+        pool: the draft's cache; read only.
+        anchors: int32 [B].
+        context: ingested rows of each request, and `block_lens`.
+        num_speculative_tokens: J (static).
         sampling: of the requests; candidate selectors use its temperature only.
 
     Returns:
-        int32 [B, K], and what they were drawn from, float32 [B, K, V]: the q of the
+        int32 [B, J], and what they were drawn from, float32 [B, J, V]: the q of the
         accept rule. It means nothing, and may be zero, where no request draws.
     """
     hidden, logits = draft_logits(
@@ -131,18 +131,35 @@ def draft_logits(
     *,
     num_speculative_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The module's output at the K mask tokens, [B, K, D], and logits [B, K, V].
+    """The module's output at the J mask tokens, [B, J, D], and logits [B, J, V].
 
     Tokens that the draft does not know have -inf. Arguments as of `draft_tokens`.
     """
     rows = max(num_speculative_tokens, draft.config.least_block_rows - 1)
-    masks = jnp.full((anchors.shape[0], rows), draft.config.mask_token_id, jnp.int32)
-    block = jnp.concatenate([anchors[:, None], masks], axis=1)
-    noise = draft.own.embed(block, target).astype(draft.dtype)
-    noise *= draft.config.input_embedding_scale
+    noise = noise_embedding_of(draft, target, anchors, num_masks=rows)
     hidden = draft_hidden_states(draft, pool, noise, context)
     hidden = hidden[:, 1 : num_speculative_tokens + 1]
     return hidden, head_logits(draft, target, hidden)
+
+
+def noise_embedding_of(
+    draft: Draft, target: TargetHead, anchors: jax.Array, *, num_masks: int
+) -> jax.Array:
+    """What the module reads of a block: its anchor and masks, embedded and scaled.
+
+    Args:
+        draft: the model; gives the mask token and the scale.
+        target: lends its embedding, unless the draft has its own.
+        anchors: int32 [...].
+        num_masks: mask tokens after each anchor (static).
+
+    Returns:
+        [..., 1 + num_masks, D] in the draft's dtype.
+    """
+    masks = jnp.full((*anchors.shape, num_masks), draft.config.mask_token_id, jnp.int32)
+    block = jnp.concatenate([anchors[..., None], masks], axis=-1)
+    noise = draft.own.embed(block, target).astype(draft.dtype)
+    return noise * draft.config.input_embedding_scale
 
 
 def draft_hidden_states(
@@ -190,7 +207,7 @@ def head_logits(draft: Draft, target: TargetHead, hidden: jax.Array) -> jax.Arra
 def _choose(
     draft: Draft, anchors: jax.Array, hidden: jax.Array, logits: jax.Array
 ) -> jax.Array:
-    """The draft's choice at each place, int32 [B, K]."""
+    """The draft's choice at each position, int32 [B, J]."""
     if not draft.config.has_selector:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     path, _, _ = _select(draft, anchors, hidden, logits, temperature=0.0)
@@ -206,7 +223,7 @@ def _draw_path(
     *,
     keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Drawn by the candidate selector: int32 [B, K] and its q, float32 [B, K, V].
+    """Drawn by the candidate selector: int32 [B, J] and its q, float32 [B, J, V].
 
     A selector knows one temperature and one random state for all rows. Its scores are
     linear in logits and hidden states, so each row passes these divided by its own
@@ -240,7 +257,7 @@ def _select(
     *,
     temperature: float,
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """The module's own selector: path [B, K], candidates and q [B, K, candidates]."""
+    """The module's own selector: path [B, J], candidates and q [B, J, candidates]."""
     # The target's embedding may be padded further than the selector's codebooks.
     known = logits[..., : draft.config.vocab_size]
 

@@ -36,7 +36,7 @@ class SamplingState:
 
     @classmethod
     def greedy(cls, batch_size: int) -> SamplingState:
-        """Of requests that decode greedily."""
+        """Settings of a batch that decodes greedily."""
 
         def all_(value: float, dtype: type) -> jax.Array:
             return jnp.full(batch_size, value, dtype)

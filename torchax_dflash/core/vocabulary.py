@@ -49,7 +49,7 @@ class OwnVocabulary:
 
     @property
     def is_empty(self) -> bool:
-        """All is the target's."""
+        """Both are the target's."""
         return self.embedding is None and self.head is None
 
     def embed(self, token_ids: jax.Array, target: TargetHead) -> jax.Array:

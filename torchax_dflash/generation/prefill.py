@@ -166,7 +166,7 @@ def prefill(
         jnp.zeros(1, jnp.int32),
         draft_probs=None,
         sampling=chunk.sampling,
-        # its first step's anchor is at seq_len
+        # The first decode step draws at seq_len; this draw needs another position.
         positions=(seq_len - 1)[None],
         logits_processor=jax.tree.map(lambda all_: all_[row][None], penalties),
     )

@@ -102,7 +102,7 @@ class DecodeState:
         )
 
     def only(self, kept: jax.Array) -> DecodeState:
-        """The same, with no request active that is not in bool [B] `kept`."""
+        """The same state with only the requests in `kept`, bool [B], active."""
         active = self.active & kept
         return replace(
             self,

@@ -82,7 +82,23 @@ class TextStream:
 
 
 def chat_token_ids(tokenizer: Any, question: str) -> list[int]:
-    """A question in the tokenizer's chat template, up to where the answer starts."""
+    """Token ids of a question in a chat template, up to where the answer starts.
+
+    Args:
+        tokenizer: the target's, of transformers.
+        question: what the user says.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise config_error(
+            "chat_template",
+            "a tokenizer with a chat template",
+            None,
+            "Use an instruction-tuned target, or prompts without a template (in "
+            "training: --text).",
+        )
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
         tokenize=False,

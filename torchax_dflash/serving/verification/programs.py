@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from tpu_inference.layers.jax.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
-from torchax_dflash.core.accept import accept
+from torchax_dflash.core.accept import accept_sampled, count_leading
 from torchax_dflash.core.sampling import SamplingState, probabilities
 from torchax_dflash.serving.flat_rows import FlatRows, flat_rows
 
@@ -107,7 +107,7 @@ def verify(
     # A placeholder is no token, and no draft after it can be accepted.
     exists = place < jnp.minimum(drafts.lengths, drafts.limits)[:, None]
     exists &= (token_ids >= 0) & (token_ids < vocab_size)
-    num_drafts = jnp.cumprod(exists.astype(jnp.int32), axis=1).sum(axis=1)
+    num_drafts = count_leading(exists)
 
     q = jax.nn.one_hot(token_ids, vocab_size)
     if draft_probs is not None:
@@ -118,12 +118,12 @@ def verify(
     last = jnp.arange(num_speculative_tokens + 1) == drafts.lengths[:, None]
     bonus = jax.nn.one_hot(target.bonus_token_ids, vocab_size)[:, None]
     probs = jnp.pad(probs, ((0, 0), (0, 1), (0, 0)))
-    accepted = accept(
+    accepted = accept_sampled(
         jnp.where(last[..., None], bonus, probs),
         token_ids,
         num_drafts,
         draft_probs=q,
-        settings=sampling,
+        sampling=sampling,
         positions=jnp.zeros(rows, jnp.int32),
     )
     request, place, exists = _rows(drafts.lengths, flat)

@@ -7,12 +7,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from torchax_dflash.core.config import config_error
-from torchax_dflash.generation import text
 from torchax_dflash.generation.generator import Generator
 from torchax_dflash.generation.sampling_params import SamplingParams
+from torchax_dflash.generation.text import chat_token_ids
 from torchax_dflash.training.data.prompts import TrainingPrompt
 from torchax_dflash.training.data.sequences import SequenceStore, TokenSequence
 
@@ -111,22 +110,6 @@ def answer(
             progress.tokens += len(event.output.token_ids)
             on_answer(progress)
     return progress
-
-
-def chat_token_ids(tokenizer: Any, question: str) -> list[int]:
-    """Token ids of a question in the target's chat template, up to the answer.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
-    """
-    if tokenizer.chat_template is None:
-        raise config_error(
-            "chat_template",
-            "a target whose tokenizer has one",
-            None,
-            "Use an instruction-tuned target, or train on texts (--text).",
-        )
-    return text.chat_token_ids(tokenizer, question)
 
 
 def _new_prompts(

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchax_dflash.checkpoints.demo import cache_folder, fetch_member
+from torchax_dflash.checkpoints.cache import cache_folder, fetch_member
 from torchax_dflash.training.data.phrases import (
     CODE_QUESTION,
     MATH_QUESTION,

@@ -24,10 +24,8 @@ import jax.numpy as jnp
 import torch
 from torchax.interop import jax_view
 
-from torchax_dflash.core.attention import Attend, capped, sees
+from torchax_dflash.core.attention import MASKED, Attend, capped, sees
 from torchax_dflash.core.draft import Draft
-
-_MASKED = -1e30
 
 
 @dataclass(eq=False)
@@ -156,7 +154,7 @@ def anchored_attention(
         axis=-1,
     )
     visible = _visible(how, anchors, context, block_size)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(visible, capped(how, scores), _MASKED))
+    weights = jax.nn.softmax(jnp.where(visible, capped(how, scores), MASKED))
     out = jnp.einsum("bhgaqs,bhsk->bhgaqk", weights[..., :context], values)
     out += jnp.einsum("bhgaqr,bhark->bhgaqk", weights[..., context:], own_values)
     return out.astype(value.dtype).transpose(0, 3, 1, 2, 4, 5).reshape(query.shape)

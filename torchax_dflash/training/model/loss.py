@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from torchax_dflash.core.draft import Draft
-from torchax_dflash.core.drafting import head_logits
+from torchax_dflash.core.drafting import head_logits, noise_embedding_of
 from torchax_dflash.core.vocabulary import TargetHead
 from torchax_dflash.training.model.anchored import anchored_hidden_states
 from torchax_dflash.training.model.selector_loss import EXCLUDED, candidate_logits
@@ -160,12 +160,8 @@ def score(
             likeliest tokens (KL divergence, up to a constant) instead of its choice.
         logit_rows: the most rows whose logits are in memory at the same time.
     """
-    masks = jnp.full(
-        (*batch.anchors.shape, block_size - 1), draft.config.mask_token_id, jnp.int32
-    )
     first = jnp.take_along_axis(batch.token_ids, batch.anchors, axis=1)
-    block = jnp.concatenate([first[..., None], masks], axis=-1)
-    noise = target.embed(block) * draft.config.input_embedding_scale
+    noise = noise_embedding_of(draft, target, first, num_masks=block_size - 1)
     hidden = anchored_hidden_states(draft, batch.features, noise, batch.anchors)
     wanted = block_targets(batch, block_size)
     weights = jnp.exp(-jnp.arange(block_size - 1) / gamma) * wanted.counts

@@ -11,7 +11,7 @@ from torchax_dflash.core.config import config_error
 from torchax_dflash.generation.generator import Generator
 from torchax_dflash.generation.outputs import GenerationOutput
 from torchax_dflash.generation.sampling_params import SamplingParams
-from torchax_dflash.training.data.answers import chat_token_ids
+from torchax_dflash.generation.text import chat_token_ids
 from torchax_dflash.training.data.prompts import TrainingPrompt
 
 
