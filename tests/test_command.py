@@ -55,7 +55,7 @@ def test_help_is_fast(arguments):
         "import sys; from torchax_dflash.cli import main\n"
         f"try: main({arguments})\n"
         "except SystemExit as done: assert not done.code\n"
-        "print(sorted({'jax', 'torch', 'transformers', 'rich'} & set(sys.modules)))"
+        "print(sorted({'jax', 'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     *text, heavy = run(code).splitlines()
     assert heavy == "[]"
