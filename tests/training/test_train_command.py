@@ -19,7 +19,7 @@ def parse(*argv):
     return parser.parse_args(argv)
 
 
-def test_run_is_another_name_of_the_step_train():
+def test_train_is_another_name_of_the_step_run():
     options = ("--steps", "7", "--stages", "4:0.5,8:0.5", "--run", "x")
     assert parse("run", *options) == parse("train", *options)
     assert parse("run", *options).stages == ((4, 0.5), (8, 0.5))
@@ -27,7 +27,7 @@ def test_run_is_another_name_of_the_step_train():
 
 @pytest.mark.parametrize("argv", [["generate"], ["train"], ["run"], ["evaluate"]])
 def test_every_step_runs_without_options(argv):
-    assert parse(*argv).step == ("train" if argv == ["run"] else argv[0])
+    assert parse(*argv).step == ("run" if argv == ["train"] else argv[0])
 
 
 def test_every_hyperparameter_is_explained():

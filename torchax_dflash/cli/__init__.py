@@ -3,7 +3,9 @@
 
     generate.py      answers prompts
     terminal.py      shows them, and a report
-    train.py         trains a draft
+    train.py         trains a draft; its steps are in train_generate.py, train_run.py
+                     and train_report.py, their options in train_arguments.py
+    progress.py      progress of long steps
     doctor.py        says what is installed, and what is wrong
     diagnosis.py     finds that out, as findings.py describes it
     requirements.py  what our metadata requires

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a DFlash draft for a target model.
 
-Four steps, each of which shows its progress. `generate` and `train` continue where they
+Four steps, each of which shows its progress. `generate` and `run` continue where they
 were interrupted, and log JSON lines. Without arguments they work on the demo pair,
 SmolLM2-135M-Instruct and the draft in this package:
 
   generate      ask the target thousands of questions and keep its answers
-  train (run)   train a draft on them, from an older draft or the target's last layers
+  run           train a draft on them, from an older draft or the target's last layers
   export        write the trained draft as a checkpoint folder
   evaluate      measure what the target accepts, on questions that are never trained on
 
@@ -16,9 +16,9 @@ All files are in one folder, runs/NAME unless --folder says otherwise:
   runs/NAME/data/prompts.jsonl      questions              (generate --self-prompts)
   runs/NAME/data/log.jsonl          speed                  (generate)
   runs/NAME/data/features/          hidden states          (generate --store-features)
-  runs/NAME/RUN/log.jsonl           losses                 (train)
-  runs/NAME/RUN/checkpoints/        states to resume from  (train)
-  runs/NAME/RUN/draft/              the draft              (train)
+  runs/NAME/RUN/log.jsonl           losses                 (run)
+  runs/NAME/RUN/checkpoints/        states to resume from  (run)
+  runs/NAME/RUN/draft/              the draft              (run)
   runs/NAME/report/                 acceptance             (evaluate)
 
 Examples:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     steps = {
         "generate": train_generate.generate,
-        "train": train_run.train,
+        "run": train_run.train,
         "export": train_report.export_draft,
         "evaluate": train_report.evaluate,
     }
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         steps[arguments.step](arguments)
     except KeyboardInterrupt:
-        if arguments.step not in ("generate", "train"):
+        if arguments.step not in ("generate", "run"):
             raise
         remedy = "run the same command again to continue"
         raise KeyboardInterrupt(remedy) from None

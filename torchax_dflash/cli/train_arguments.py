@@ -99,10 +99,10 @@ def _add_generate(steps: Any) -> None:
 def _add_train(steps: Any) -> None:
     add = _new_step(
         steps,
-        "train",
+        "run",
         "Train a draft. After an interruption (Ctrl-C, a kill, a power failure) the "
         "same command continues from the latest checkpoint, to the same result.",
-        aliases=("run",),
+        aliases=("train",),
     )
     add("--data", type=Path, help="folder of the sequences (default: FOLDER/data)")
     add("--run", dest="name", default="run", help="name of this run (default: run)")

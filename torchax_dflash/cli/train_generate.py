@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 
 from torchax_dflash import DraftModel, Generator, TargetModel
 from torchax_dflash.checkpoints.demo import demo_draft
+from torchax_dflash.cli.progress import ProgressBar
+from torchax_dflash.cli.terminal import notes
 from torchax_dflash.cli.train_arguments import locate
 from torchax_dflash.core.config import config_error
 from torchax_dflash.training.data.answers import AnswerProgress, answer
@@ -22,7 +24,6 @@ from torchax_dflash.training.data.prompts import TrainingPrompt, read_prompts
 from torchax_dflash.training.data.prompts_self import write_prompts
 from torchax_dflash.training.data.sequences import SequenceStore, fingerprint
 from torchax_dflash.training.model.feature_store import FeatureStore
-from torchax_dflash.training.report.progress import ProgressBar, notes
 
 
 def generate(arguments: argparse.Namespace) -> None:

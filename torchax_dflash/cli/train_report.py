@@ -6,21 +6,19 @@ from __future__ import annotations
 import argparse
 
 import jax
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from torchax_dflash import DraftModel, Generator, TargetModel
 from torchax_dflash.checkpoints.demo import DEMO_TARGET, demo_draft
 from torchax_dflash.checkpoints.finding import find_checkpoint
+from torchax_dflash.cli.progress import ProgressBar
+from torchax_dflash.cli.terminal import notes, screen
 from torchax_dflash.cli.train_arguments import locate
 from torchax_dflash.training.data.evaluation_questions import evaluation_questions
 from torchax_dflash.training.data.sequences import fingerprint
 from torchax_dflash.training.report import model_card
 from torchax_dflash.training.report.evaluation import measure
 from torchax_dflash.training.report.export import export
-from torchax_dflash.training.report.progress import ProgressBar, notes
-
-screen = Console(highlight=False)
 
 
 def export_draft(arguments: argparse.Namespace) -> None:

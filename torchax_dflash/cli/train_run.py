@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 
 from torchax_dflash import TargetModel
 from torchax_dflash.checkpoints.demo import demo_draft
+from torchax_dflash.cli.progress import ProgressBar
+from torchax_dflash.cli.terminal import notes
 from torchax_dflash.cli.train_arguments import locate
 from torchax_dflash.core.config import config_error
 from torchax_dflash.training.data.sequences import SequenceStore, fingerprint
 from torchax_dflash.training.model.feature_store import stored_features
 from torchax_dflash.training.model.initial_draft import load_draft, make_draft
 from torchax_dflash.training.report.export import export
-from torchax_dflash.training.report.progress import ProgressBar, notes
 from torchax_dflash.training.run.batches import Batches
 from torchax_dflash.training.run.initial_state import initial_state
 from torchax_dflash.training.run.mesh import make_mesh, shard_state, shard_target

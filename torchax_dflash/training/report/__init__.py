@@ -4,5 +4,4 @@
 export.py      a draft as a checkpoint folder
 evaluation.py  how many draft tokens the target accepts, through the real generator
 model_card.py  the evaluation as report.json, report.png and a model card
-progress.py    progress bars and log lines
 """

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,8 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-notes = Console(stderr=True, highlight=False)
-"""The console for everything but results."""
+from torchax_dflash.cli.terminal import notes
 
 
 class ProgressBar:
