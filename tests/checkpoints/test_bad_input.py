@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every bad input gets one error: field, expected, got, what to do."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from conftest import BLOCK, DFLASH2, TARGET_LAYERS, VOCAB, make_torch_draft, pair
+from draft_files import change_weights, edit_config
+from errors import assert_four_parts
 from safetensors.torch import load_file, save_file
+from tiny_models import BLOCK, DFLASH2, TARGET_LAYERS, VOCAB, make_torch_draft, pair
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
 
@@ -35,30 +36,6 @@ def target_folder(tiny, tmp_path_factory):
 def copy(draft_folder, tmp_path):
     """A copy of the draft's folder to break."""
     return shutil.copytree(draft_folder, tmp_path / "copy")
-
-
-def edit_config(folder, changes):
-    """Sets fields of config.json (dotted names reach inside); None removes one."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    for name, value in changes.items():
-        *outer, last = name.split(".")
-        place = config
-        for key in outer:
-            place = place[key]
-        if value is None:
-            place.pop(last, None)
-        else:
-            place[last] = value
-    path.write_text(json.dumps(config))
-
-
-def assert_four_parts(error, field):
-    message = str(error.value)
-    assert message.startswith(field), message
-    assert ": expected " in message
-    assert ", got " in message
-    assert message.split(". ", 1)[1].strip()  # what to do
 
 
 @pytest.mark.parametrize(
@@ -229,12 +206,6 @@ def test_corrupt_safetensors(copy, damage):
     )
     with pytest.raises(ValueError, match="expected a safetensors file, got one that"):
         DraftModel.from_pretrained(copy)
-
-
-def change_weights(folder, change):
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(

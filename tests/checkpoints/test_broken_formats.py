@@ -4,15 +4,15 @@
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    HIDDEN,
-    TARGET_LAYERS,
-    VOCAB,
-    make_torch_draft,
-    pair,
+from draft_files import (
+    KNOWN,
+    change_weights,
+    edit_config,
+    own_tensors,
+    write_speculators,
 )
-from draft_files import KNOWN, own_tensors, write_speculators
-from test_bad_input import assert_four_parts, change_weights, edit_config
+from errors import assert_four_parts
+from tiny_models import HIDDEN, TARGET_LAYERS, VOCAB, make_torch_draft, pair
 
 from torchax_dflash import DraftModel, Generator
 

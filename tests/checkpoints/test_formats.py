@@ -11,15 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    BLOCK,
-    MASK_ID,
-    VOCAB,
-    make_torch_draft,
-    make_torch_target,
-    pair,
-    random_prompts,
-)
 from distributions import (
     PROMPT,
     SETTINGS,
@@ -29,13 +20,27 @@ from distributions import (
     sampled_counts,
     small,
 )
-from draft_files import BRINGS, KNOWN, own_tensors, write_speculators
+from draft_files import (
+    BRINGS,
+    KNOWN,
+    change_weights,
+    edit_config,
+    own_tensors,
+    write_speculators,
+)
+from paged_requests import Oracle, Ours, arguments_of, history
 from safetensors.torch import load_file, save_file
-from test_bad_input import change_weights, edit_config
-from test_draft_parity import Oracle, Ours, history
+from tiny_models import (
+    BLOCK,
+    MASK_ID,
+    VOCAB,
+    make_torch_draft,
+    make_torch_target,
+    pair,
+    random_prompts,
+)
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
-from torchax_dflash.core.attention import Context
 from torchax_dflash.core.drafting import draft_logits, draft_tokens
 from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
 
@@ -53,17 +58,6 @@ def saved_draft(folder, form, module, brings):
         if "d2t" in extra:
             edit_config(folder, {"draft_vocab_size": len(extra["d2t"])})
     return DraftModel.from_pretrained(folder), extra
-
-
-def arguments_of(ours, count):
-    return {
-        "context": Context(
-            ours.table,
-            context_lens=jnp.array(ours.lens),
-            block_lens=jnp.full(len(ours.lens), count + 1),
-        ),
-        "num_speculative_tokens": count,
-    }
 
 
 @pytest.mark.parametrize(

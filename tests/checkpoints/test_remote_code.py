@@ -12,9 +12,10 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from conftest import MASK_ID, make_torch_draft, pair, random_prompts
-from test_bad_input import assert_four_parts, edit_config
-from test_draft_parity import Oracle, Ours, history
+from draft_files import edit_config
+from errors import assert_four_parts
+from paged_requests import Oracle, Ours, history
+from tiny_models import MASK_ID, make_torch_draft, pair, random_prompts
 from transformers import AutoModel, DynamicCache
 
 from torchax_dflash import DraftModel, Generator, SamplingParams

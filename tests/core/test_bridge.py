@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from conftest import make_torch_draft, make_torch_target
-from test_draft_parity import Oracle, Ours, history
+from paged_requests import Oracle, Ours, history
+from tiny_models import make_torch_draft, make_torch_target
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchax_dflash import DraftModel

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
+from safetensors.torch import load_file, save_file
+from tiny_models import (
     BLOCK,
     DFLASH2,
     continuations,
@@ -15,7 +16,6 @@ from conftest import (
     random_prompts,
     reference_generate,
 )
-from safetensors.torch import load_file, save_file
 
 from torchax_dflash import DraftModel, Generator, SamplingParams
 

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import (
+from draft_files import BRINGS, LINEAR, own_tensors, rounded, write_speculators
+from errors import assert_four_parts
+from paged_requests import VARIANTS, Oracle, Ours, arguments_of, history
+from test_draft_parity import tolerance
+from tiny_models import (
     BLOCK,
     MASK_ID,
     VOCAB,
@@ -14,10 +18,6 @@ from conftest import (
     pair,
     random_prompts,
 )
-from draft_files import BRINGS, LINEAR, own_tensors, rounded, write_speculators
-from test_bad_input import assert_four_parts
-from test_draft_parity import VARIANTS, Oracle, Ours, history, tolerance
-from test_formats import arguments_of
 
 from torchax_dflash import DraftModel, Generator, SamplingParams
 from torchax_dflash.core.drafting import draft_tokens

@@ -7,32 +7,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-from conftest import BLOCK, MASK_ID, pair, random_prompts, reference_generate
+from generators import MAX_LEN, assert_lossless, generators
+from tiny_models import BLOCK, MASK_ID, pair, random_prompts, reference_generate
 
 from torchax_dflash import Generator, SamplingParams
-
-MAX_LEN = 160
-
-
-def generators(tiny, batch=4, k=None, **options):
-    options = {"max_model_len": MAX_LEN, "max_num_seqs": batch} | options
-    return (
-        Generator(tiny.target, tiny.draft, num_speculative_tokens=k, **options),
-        Generator(tiny.target, **options),
-    )
-
-
-def assert_lossless(target, got, want):
-    """Equal tokens, or a difference that float32 cannot decide (gap <= 1e-4)."""
-    if got.token_ids == want.token_ids:
-        return
-    pairs = zip(got.token_ids, want.token_ids, strict=False)
-    first = next(i for i, (a, b) in enumerate(pairs) if a != b)
-    ids = torch.tensor([want.prompt_token_ids + want.token_ids[:first]])
-    with torch.no_grad():
-        top = target(ids).logits[0, -1].topk(2)
-    gap = float(top.values[0] - top.values[1])
-    assert gap <= 1e-4, f"token {first} differs though the logit gap is {gap}"
 
 
 def test_equals_plain_decoding(any_pair):

@@ -2,8 +2,8 @@
 """A generator's runs: streams, interruptions, bfloat16, and what it counts."""
 
 import pytest
-from conftest import pair, random_prompts
-from test_generator import MAX_LEN, generators
+from generators import MAX_LEN, generators
+from tiny_models import pair, random_prompts
 
 from torchax_dflash import (
     DraftModel,

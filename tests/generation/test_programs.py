@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import BLOCK, make_torch_draft, make_torch_target, random_prompts
+from tiny_models import BLOCK, make_torch_draft, make_torch_target, random_prompts
 
 from torchax_dflash import (
     DraftModel,

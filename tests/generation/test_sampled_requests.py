@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import pair, random_prompts
+from tiny_models import pair, random_prompts
 
 from torchax_dflash import Generator, SamplingParams
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import reference_generate
-from test_generator import assert_lossless
+from generators import assert_lossless
+from tiny_models import reference_generate
 
 from torchax_dflash import Generator, SamplingParams
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import TARGET_LAYERS, VOCAB, make_torch_target, random_prompts
+from tiny_models import TARGET_LAYERS, VOCAB, make_torch_target, random_prompts
 from transformers import (
     MistralConfig,
     MistralForCausalLM,

@@ -2,7 +2,7 @@
 """Tokens to text on a real byte-level tokenizer: partial characters, stop texts."""
 
 import pytest
-from conftest import pair
+from tiny_models import pair
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast

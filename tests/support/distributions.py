@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from conftest import (
+from scipy.stats import chisquare
+from tiny_models import (
     DFLASH2,
     continuations,
     make_torch_draft,
     make_torch_target,
     train_draft,
 )
-from scipy.stats import chisquare
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,

@@ -7,8 +7,8 @@ import re
 
 import numpy as np
 import torch
-from conftest import HIDDEN, MASK_ID, TARGET_LAYERS, VOCAB
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tiny_models import HIDDEN, MASK_ID, TARGET_LAYERS, VOCAB
 
 KNOWN = [1, 2, 4, 5, 8, 9, 10, 12, 15, 16, 17, 20, 21, 23, 26, 27, 28, 29, 30]
 
@@ -89,3 +89,25 @@ def rounded(module: torch.nn.Module) -> torch.nn.Module:
             scale[scale == 0] = 1
             layer.weight.data = torch.from_numpy(np.round(weight / scale) * scale)
     return module
+
+
+def edit_config(folder, changes):
+    """Sets fields of config.json (dotted names reach inside); None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name, value in changes.items():
+        *outer, last = name.split(".")
+        place = config
+        for key in outer:
+            place = place[key]
+        if value is None:
+            place.pop(last, None)
+        else:
+            place[last] = value
+    path.write_text(json.dumps(config))
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")

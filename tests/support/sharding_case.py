@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from conftest import VOCAB, make_torch_draft, make_torch_target
 from jax.sharding import Mesh
+from tiny_models import VOCAB, make_torch_draft, make_torch_target
 
 from torchax_dflash import DraftModel, TargetModel
 from torchax_dflash.checkpoints.sharding import pool_sharding, shard_draft
