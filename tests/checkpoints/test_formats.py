@@ -3,23 +3,12 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from distributions import (
-    PROMPT,
-    SETTINGS,
-    SMALL_VOCAB,
-    exact_distribution,
-    p_value,
-    sampled_counts,
-    small,
-)
 from draft_files import (
     BRINGS,
     KNOWN,
@@ -42,7 +31,6 @@ from tiny_models import (
 
 from torchax_dflash import DraftModel, Generator, SamplingParams, TargetModel
 from torchax_dflash.core.drafting import draft_logits, draft_tokens
-from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
 
 LIBRARY = Path(__file__).parent.parent / "data" / "speculators-dflash"
 
@@ -163,22 +151,6 @@ def test_generating_with_a_draft_of_its_own_head(tmp_path, brings, temperature, 
     ]
     if brings == "head of some tokens":
         assert set(accepted) <= set(KNOWN)
-
-
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_the_targets_distribution_with_a_reduced_vocabulary(method):
-    """Tokens that the draft never proposes still come as often as they should."""
-    models, params = small("trained"), SETTINGS["all filters"]
-    known = np.array([1, 2, 3, 6])
-    head = models.torch_target.lm_head.weight.detach().numpy()[known].T
-    own = OwnVocabulary(
-        head=jnp.array(head), row_of_token=rows_of_tokens(known, SMALL_VOCAB)
-    )
-    reduced = SimpleNamespace(
-        target=models.target, draft=replace(models.draft, own=own)
-    )
-    probs = exact_distribution(models.torch_target, PROMPT, params)
-    assert p_value(sampled_counts(reduced, params, method), probs) > 1e-3
 
 
 def test_a_target_whose_vocabulary_is_padded(tmp_path):

@@ -34,7 +34,7 @@ from torchax_dflash import (
 )
 from torchax_dflash.generation import step as decoding
 
-SMALL_VOCAB, LENGTH, SAMPLES = 8, 3, 50_000
+SMALL_VOCAB, LENGTH = 8, 3
 PROMPT = [1, 3, 5, 1, 7]
 
 
@@ -60,63 +60,62 @@ def small(draft: str) -> SimpleNamespace:
     )
 
 
-def exact_distribution(torch_target, prompt: list[int], params: SamplingParams):
-    """Probability of each continuation, [V ** LENGTH]."""
-    warpers = LogitsProcessorList()
+def penalised_and_filtered(texts, logits, params: SamplingParams, in_output):
+    """Logits [N, V] by transformers' own processors (and penalties, by vLLM's rule).
+
+    Args:
+        texts: int64 [N, T], prompt and output so far.
+        logits: [N, V].
+        params: the settings.
+        in_output: [N, V], how often each token is in the output.
+    """
     if params.repetition_penalty != 1:
-        warpers.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    warpers.append(TemperatureLogitsWarper(params.temperature))
+        repetition = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        logits = repetition(texts, logits)
+    logits = logits - params.frequency_penalty * in_output
+    logits = logits - params.presence_penalty * (in_output > 0)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     if params.min_p:
         warpers.append(MinPLogitsWarper(params.min_p))
     if params.top_k:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
+    return warpers(texts, logits)
+
+
+def exact_distribution(torch_target, prompt: list[int], params: SamplingParams):
+    """Probability of each continuation, [V ** LENGTH]."""
     texts, probs = torch.tensor([prompt]), torch.ones(1)
-    said = torch.zeros(1, SMALL_VOCAB)
-    said[0, prompt[-1]] = 1  # the anchor is output
+    in_output = torch.zeros(1, SMALL_VOCAB)
+    in_output[0, prompt[-1]] = 1  # the anchor is output
     for _ in range(LENGTH):
         with torch.no_grad():
             logits = torch_target(texts, use_cache=False).logits[:, -1]
-        logits = RepetitionFirst(warpers, params, said)(texts, logits)
+        logits = penalised_and_filtered(texts, logits, params, in_output)
         step = torch.softmax(logits, dim=-1)
         probs = (probs[:, None] * step).flatten()
         tokens = torch.arange(SMALL_VOCAB).repeat(len(texts))[:, None]
         texts = torch.cat([texts.repeat_interleave(SMALL_VOCAB, 0), tokens], dim=1)
-        said = said.repeat_interleave(SMALL_VOCAB, 0)
-        said = said + torch.nn.functional.one_hot(tokens[:, 0], SMALL_VOCAB)
+        in_output = in_output.repeat_interleave(SMALL_VOCAB, 0)
+        in_output = in_output + torch.nn.functional.one_hot(tokens[:, 0], SMALL_VOCAB)
     return probs.double().numpy()
 
 
-class RepetitionFirst:
-    """Penalties (transformers has not all of them), then the rest."""
-
-    def __init__(self, warpers, params: SamplingParams, said: torch.Tensor) -> None:
-        self.warpers, self.params, self.said = warpers, params, said
-
-    def __call__(self, texts, logits):
-        warpers = list(self.warpers)
-        if self.params.repetition_penalty != 1:
-            logits = warpers.pop(0)(texts, logits)
-        logits = logits - self.params.frequency_penalty * self.said
-        logits = logits - self.params.presence_penalty * (self.said > 0)
-        for warper in warpers:
-            logits = warper(texts, logits)
-        return logits
-
-
-def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+def p_value(counts: np.ndarray, probs: np.ndarray, *, least_groups: int = 6) -> float:
     """Of the chi-square test; rare continuations are taken together."""
     assert counts[probs == 0].sum() == 0, "a token that the filters exclude"
     expected = probs * counts.sum()
     rare = expected < 10
     groups = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)]
     groups.append((counts[rare].sum(), expected[rare].sum()))
-    if groups[-1][1] < 10:
+    if not rare[probs > 0].any():
+        groups.pop()
+    elif groups[-1][1] < 10:
         (last, wanted), (more, wanted_more) = groups.pop(), groups.pop()
         groups.append((last + more, wanted + wanted_more))
     observed, wanted = map(np.array, zip(*groups, strict=True))
-    assert len(observed) > 5
+    assert len(observed) >= least_groups
     return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
 
 
@@ -135,7 +134,9 @@ SETTINGS = {
 }
 
 
-def sampled_counts(models, params: SamplingParams, method: str) -> np.ndarray:
+def sampled_counts(
+    models, params: SamplingParams, method: str, *, samples: int = 50_000
+) -> np.ndarray:
     """How often each continuation of the prompt came, [V ** LENGTH]."""
     generator = Generator(
         models.target,
@@ -192,7 +193,7 @@ def sampled_counts(models, params: SamplingParams, method: str) -> np.ndarray:
         return steps.token_ids[:, 0], steps.num_tokens[:, 0]
 
     counts, batch = np.zeros(SMALL_VOCAB**LENGTH, int), 1_000
-    for first in range(0, SAMPLES, batch):
+    for first in range(0, samples, batch):
         tokens, numbers = jax.device_get(
             run(jnp.arange(first, first + batch, dtype=jnp.uint32))
         )

@@ -5,7 +5,11 @@ The distribution is computed from transformers' own model and logits processors,
 held against many samples of our decode loop by a chi-square test.
 """
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import broken_rules
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -24,31 +28,59 @@ from scipy.stats import chi2_contingency
 
 from torchax_dflash import SamplingParams
 from torchax_dflash.core import accept as accepting
+from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
+from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
+
+WHOLE = {("penalties", "greedy"), ("all filters", "probabilistic")}
+"""These are always run; the rule itself is tested in tests/core/test_accept.py."""
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(
+            name, method, marks=[] if (name, method) in WHOLE else pytest.mark.slow
+        )
+        for name in SETTINGS
+        for method in DRAFT_SAMPLE_METHODS
+    ],
+)
 def test_the_targets_distribution(name, method):
     models, params = small("trained"), SETTINGS[name]
     probs = exact_distribution(models.torch_target, PROMPT, params)
     assert p_value(sampled_counts(models, params, method), probs) > 1e-3
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_the_targets_distribution_with_a_draft_that_knows_nothing(method):
-    models, params = small("untrained"), SETTINGS["temperature 1"]
+@pytest.mark.slow
+@pytest.mark.parametrize("method", DRAFT_SAMPLE_METHODS)
+@pytest.mark.parametrize(
+    ("draft", "name"), [("untrained", "temperature 1"), ("DFlash-2", "all filters")]
+)
+def test_the_targets_distribution_with_other_drafts(draft, name, method):
+    """One that knows nothing; one whose q is over candidates, without p's filters."""
+    models, params = small(draft), SETTINGS[name]
     probs = exact_distribution(models.torch_target, PROMPT, params)
     assert p_value(sampled_counts(models, params, method), probs) > 1e-3
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_the_targets_distribution_with_a_candidate_selector(method):
-    """Its q is over the candidates; filters of the target's p are not in it."""
-    models, params = small("DFlash-2"), SETTINGS["all filters"]
+@pytest.mark.slow
+@pytest.mark.parametrize("method", DRAFT_SAMPLE_METHODS)
+def test_the_targets_distribution_with_a_reduced_vocabulary(method):
+    """Tokens that the draft never proposes still come as often as they should."""
+    models, params = small("trained"), SETTINGS["all filters"]
+    known = np.array([1, 2, 3, 6])
+    head = models.torch_target.lm_head.weight.detach().numpy()[known].T
+    own = OwnVocabulary(
+        head=jnp.array(head), row_of_token=rows_of_tokens(known, SMALL_VOCAB)
+    )
+    reduced = SimpleNamespace(
+        target=models.target, draft=replace(models.draft, own=own)
+    )
     probs = exact_distribution(models.torch_target, PROMPT, params)
-    assert p_value(sampled_counts(models, params, method), probs) > 1e-3
+    assert p_value(sampled_counts(reduced, params, method), probs) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["trained", "DFlash-2"])
 def test_the_packages_own_sampling(draft):
     """Its loop, which draws its drafts, and ours: one distribution, by a chi-square."""
@@ -76,6 +108,7 @@ def test_the_packages_own_sampling(draft):
     assert chi2_contingency(table).pvalue > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken",
     [
