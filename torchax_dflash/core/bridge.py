@@ -195,6 +195,7 @@ def tracing(dtype: jnp.dtype) -> Iterator[None]:
         _TRACING,
         torchax.default_env(),
         jax.default_matmul_precision(precision),
+        jax.numpy_dtype_promotion("standard"),
         torch.no_grad(),
     ):
         yield

@@ -234,7 +234,7 @@ def _draw_path(
 
     def one_row(anchor, hidden, logits, temperature, key):
         scaled = logits.astype(jnp.float32) / temperature
-        states = (hidden / temperature).astype(hidden.dtype)
+        states = (hidden.astype(jnp.float32) / temperature).astype(hidden.dtype)
         with (
             tracing(draft.dtype),
             torchax.default_env().override_property(prng=key),

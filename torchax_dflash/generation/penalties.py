@@ -86,7 +86,9 @@ class Penalties:
             presence=self.presence.at[row].set(settings[1]),
             frequency=self.frequency.at[row].set(settings[2]),
             in_prompt=in_prompt.at[row, token_ids].set(True, mode="drop"),
-            in_output=self.in_output.at[row].set(self.in_output[row] * kept),
+            in_output=self.in_output.at[row].set(
+                jnp.where(kept, self.in_output[row], 0)
+            ),
         )
 
     def add_output(self, token_ids: jax.Array, num_tokens: jax.Array) -> Penalties:
@@ -114,5 +116,5 @@ class Penalties:
         factor = self.repetition[:, None, None]
         repeated = jnp.where(logits > 0, logits / factor, logits * factor)
         logits = jnp.where(seen, repeated, logits)
-        logits -= self.frequency[:, None, None] * in_output
-        return logits - self.presence[:, None, None] * (in_output > 0)
+        logits -= self.frequency[:, None, None] * in_output.astype(jnp.float32)
+        return logits - jnp.where(in_output > 0, self.presence[:, None, None], 0)
