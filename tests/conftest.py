@@ -25,20 +25,26 @@ import dflash.model
 import jax
 import pytest
 import torch
+from breadth import mostly_slow
 from dflash.model import DFlashDraftModel
-from tiny_models import pair
+from tiny_models import PAIRS, pair
 from transformers import AutoModelForCausalLM
 
 from torchax_dflash import DraftModel, TargetModel
 
 # The environment of serving has no training packages; its tests are marked `vllm`.
-collect_ignore_glob = ["training/*"] if importlib.util.find_spec("vllm") else []
+SERVING = importlib.util.find_spec("vllm") is not None
+collect_ignore_glob = ["training/*"] if SERVING else []
+
+# What promotes dtypes implicitly is an error here; tpu-inference does in many places.
+if not SERVING:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # JAX's threads and PyTorch's would fight for the same cores.
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["llama-tied", "llama-untied", "qwen3-tied", "qwen3-untied"])
+@pytest.fixture(params=mostly_slow(PAIRS, fast=["llama-untied", "qwen3-tied"]))
 def any_pair(request):
     family, head = request.param.split("-")
     return pair(family, head == "tied")

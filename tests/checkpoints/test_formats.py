@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from breadth import mostly_slow
 from draft_files import (
     BRINGS,
     KNOWN,
@@ -50,13 +51,21 @@ def saved_draft(folder, form, module, brings):
 
 @pytest.mark.parametrize(
     ("form", "brings", "capped"),
-    [
-        *(("dflash", brings, False) for brings in BRINGS),
-        *(("speculators", brings, False) for brings in BRINGS),
-        # the library has no fields for these
-        ("dflash", "nothing", True),
-        ("dflash", "head of some tokens", True),
-    ],
+    mostly_slow(
+        [
+            *(("dflash", brings, False) for brings in BRINGS),
+            *(("speculators", brings, False) for brings in BRINGS),
+            # the library has no fields for these
+            ("dflash", "nothing", True),
+            ("dflash", "head of some tokens", True),
+        ],
+        fast=[
+            ("dflash", "both", False),
+            ("dflash", "head of some tokens", True),
+            ("speculators", "nothing", False),
+            ("speculators", "head of some tokens, in no order", False),
+        ],
+    ),
 )
 def test_drafts_are_the_modules_with_what_it_brings(tmp_path, form, brings, capped):
     """The reference: the unmodified module, and PyTorch's own embedding and head."""
@@ -119,11 +128,17 @@ def test_a_checkpoint_that_the_library_wrote():
 
 @pytest.mark.parametrize(
     ("brings", "temperature", "method"),
-    [
-        ("both", 0.0, "greedy"),
-        ("head of some tokens", 0.0, "greedy"),
-        ("head of some tokens", 1.0, "probabilistic"),
-    ],
+    mostly_slow(
+        [
+            ("both", 0.0, "greedy"),
+            ("head of some tokens", 0.0, "greedy"),
+            ("head of some tokens", 1.0, "probabilistic"),
+        ],
+        fast=[
+            ("head of some tokens", 0.0, "greedy"),
+            ("head of some tokens", 1.0, "probabilistic"),
+        ],
+    ),
 )
 def test_generating_with_a_draft_of_its_own_head(tmp_path, brings, temperature, method):
     """Lossless, whatever it drafts; with penalties and filters nothing becomes NaN."""

@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+from breadth import mostly_slow
 from draft_files import edit_config
 from errors import assert_four_parts
 from paged_requests import Oracle, Ours, history
@@ -199,7 +200,7 @@ def generate_as_in_april(draft, target, prompt, max_tokens):
     return ids[len(prompt) :], lengths
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", mostly_slow(["sdpa", "eager"], fast=["sdpa"]))
 def test_own_module_step_by_step_as_in_its_own_loop(own_code, attention):
     """Loaded as anyone would, by transformers, and run in PyTorch."""
     tiny = pair("llama", False)
@@ -247,6 +248,7 @@ def test_windows_that_only_its_attention_function_hears_of(own_code):
     assert oracle.length > 20
 
 
+@pytest.mark.slow
 def test_own_module_with_int8(own_code):
     """By the names of its layers, whoever wrote them."""
     own = DraftModel.from_pretrained(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from breadth import mostly_slow
 
 from torchax_dflash.core.attention import Attend, Context, paged_attention
 
@@ -51,13 +52,14 @@ def oracle(query, key, value, dense, context, block, *, causal, window):
     return torch.nan_to_num(out)[0].numpy()
 
 
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-@pytest.mark.parametrize("page_size", [8, 128, 160])
+@pytest.mark.parametrize("garbage", mostly_slow(GARBAGE, fast=["nan"]))
+@pytest.mark.parametrize("page_size", mostly_slow([8, 128, 160], fast=[8, 160]))
 @pytest.mark.parametrize(
     ("causal", "window"),
     [(False, None), (True, None), (True, 5), (False, 5), (True, 150), (False, 150)],
 )
 def test_equals_pytorch_on_ragged_rows(causal, window, page_size, garbage):
+    garbage = GARBAGE[garbage]
     lens, blocks = [0, 1, 40, 127, 128, 129, 300, 0], [6, 6, 1, 6, 3, 6, 6, 0]
     query, key, value, pages, table, dense = make_case(0, page_size, lens, garbage)
     for b, block in enumerate(blocks):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from breadth import mostly_slow
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     BLOCK,
@@ -18,6 +19,7 @@ from tiny_models import (
 )
 
 from torchax_dflash import DraftModel, Generator, SamplingParams
+from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
 
 
 @functools.cache
@@ -25,11 +27,13 @@ def second() -> SimpleNamespace:
     return pair("llama", False, "DFlash-2")
 
 
-@pytest.mark.parametrize("k", [1, 3, BLOCK - 1])
+@pytest.mark.parametrize("k", mostly_slow([1, 3, BLOCK - 1], fast=[3]))
 def test_the_packages_own_loop(k):
     """Same tokens, same acceptance lengths, step by step."""
     models = second()
-    generator = Generator(models.target, models.draft, num_speculative_tokens=k)
+    generator = Generator(
+        models.target, models.draft, num_speculative_tokens=k, max_model_len=160
+    )
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     lengths = []
     for prompt in continuations(models.torch_target)[:8, :3].tolist():
@@ -43,7 +47,10 @@ def test_the_packages_own_loop(k):
     assert sum(lengths) > 1.2 * len(lengths), "a draft that knows too little to tell"
 
 
-def test_a_batch_equals_each_request_alone():
+@pytest.mark.parametrize(
+    "method", mostly_slow(DRAFT_SAMPLE_METHODS, fast=["probabilistic"])
+)
+def test_a_batch_equals_each_request_alone(method):
     models = second()
     prompts = random_prompts(6)
     params = [
@@ -52,28 +59,31 @@ def test_a_batch_equals_each_request_alone():
         )
         for i in range(6)
     ]
-    for method in ("greedy", "probabilistic"):
-        together = Generator(
-            models.target, models.draft, max_num_seqs=6, draft_sample_method=method
-        ).generate(prompts, params)
-        alone = Generator(models.target, models.draft, draft_sample_method=method)
-        for index, output in enumerate(together):
-            want = alone.generate([prompts[index]], params[index])[0]
-            assert output.token_ids == want.token_ids
+    options = {"max_model_len": 160, "draft_sample_method": method}
+    together = Generator(models.target, models.draft, max_num_seqs=6, **options)
+    alone = Generator(models.target, models.draft, **options)
+    for index, output in enumerate(together.generate(prompts, params)):
+        want = alone.generate([prompts[index]], params[index])[0]
+        assert output.token_ids == want.token_ids
 
 
-@pytest.mark.parametrize("kernel_size", [1, 2, 4, 5])
+@pytest.mark.parametrize("kernel_size", mostly_slow([1, 2, 4, 5], fast=[5]))
 def test_kernels_longer_than_a_short_block(kernel_size):
     """The module itself cannot run on fewer rows than its kernel reaches back."""
     models = second()
     dflash_config = DFLASH2 | {"conv_kernel_size": kernel_size}
     draft = make_torch_draft(dflash_config=dflash_config)
     generator = Generator(
-        models.target, DraftModel.from_torch(draft), num_speculative_tokens=1
+        models.target,
+        DraftModel.from_torch(draft),
+        num_speculative_tokens=1,
+        max_model_len=64,
     )
     prompt = random_prompts(1, longest=9)[0]
     output = generator.generate([prompt], SamplingParams(max_tokens=12))[0]
-    plain = Generator(models.target).generate([prompt], SamplingParams(max_tokens=12))
+    plain = Generator(models.target, max_model_len=64).generate(
+        [prompt], SamplingParams(max_tokens=12)
+    )
     assert output.token_ids == plain[0].token_ids
 
 

@@ -7,8 +7,16 @@ import jax
 import numpy as np
 import pytest
 import torch
+from breadth import mostly_slow
 from generators import MAX_LEN, assert_lossless, generators
-from tiny_models import BLOCK, MASK_ID, pair, random_prompts, reference_generate
+from tiny_models import (
+    BLOCK,
+    MASK_ID,
+    PAIRS,
+    pair,
+    random_prompts,
+    reference_generate,
+)
 
 from torchax_dflash import Generator, SamplingParams
 
@@ -35,10 +43,10 @@ def test_plain_decoding_equals_transformers(any_pair):
         assert output.token_ids == want[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("k", [None, 1, 3])
+@pytest.mark.parametrize("k", mostly_slow([None, 1, 3], fast=[None, 3]))
 def test_equals_the_packages_own_loop_step_by_step(any_pair, k):
     dflash, _ = generators(any_pair, k=k)
-    prompts = random_prompts(24)
+    prompts = random_prompts(16)
     outputs = dflash.generate(prompts, SamplingParams(max_tokens=50))
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens, lengths = reference_generate(
@@ -53,12 +61,19 @@ def test_equals_the_packages_own_loop_step_by_step(any_pair, k):
         assert output.acceptance_lengths == lengths
 
 
-@pytest.fixture
+@pytest.fixture(params=mostly_slow(PAIRS, fast=["llama-untied"]))
+def one_pair(request):
+    """For claims that hardly depend on the family."""
+    family, head = request.param.split("-")
+    return pair(family, head == "tied")
+
+
+@pytest.fixture(scope="module")
 def tiny():
     return pair("llama", False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def long_outputs(tiny):
     """Outputs of prompts, long enough to end them anywhere."""
     dflash, _ = generators(tiny)
@@ -106,7 +121,9 @@ def test_eos_of_the_target_and_ignore_eos(tiny, long_outputs):
     assert generator.generate(prompt, params)[0].token_ids == long_outputs[0].token_ids
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 14))
+@pytest.mark.parametrize(
+    "max_tokens", mostly_slow(range(1, 14), fast=[1, 2, 5, 6, 7, 13])
+)
 def test_max_tokens_in_mid_block(tiny, long_outputs, max_tokens):
     dflash, _ = generators(tiny)
     prompts = [output.prompt_token_ids for output in long_outputs]
@@ -120,16 +137,17 @@ def test_max_tokens_in_mid_block(tiny, long_outputs, max_tokens):
         assert (got.token_ids, got.acceptance_lengths) == reference
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 5, 8])
-def test_max_model_len_in_mid_block(tiny, long_outputs, room):
+@pytest.mark.parametrize("index", mostly_slow(range(4), fast=[0]))
+@pytest.mark.parametrize("room", mostly_slow([1, 2, 3, 5, 8], fast=[1, 3, 8]))
+def test_max_model_len_in_mid_block(tiny, long_outputs, room, index):
     """Down to a prompt that leaves room for one token."""
-    for output in long_outputs[:4]:
-        prompt = output.prompt_token_ids
-        generator = Generator(tiny.target, tiny.draft, max_model_len=len(prompt) + room)
-        params = SamplingParams(max_tokens=48, ignore_eos=True)
-        got = generator.generate([prompt], params)[0]
-        assert got.token_ids == output.token_ids[:room]
-        assert got.finish_reason == "length"
+    output = long_outputs[index]
+    prompt = output.prompt_token_ids
+    generator = Generator(tiny.target, tiny.draft, max_model_len=len(prompt) + room)
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    got = generator.generate([prompt], params)[0]
+    assert got.token_ids == output.token_ids[:room]
+    assert got.finish_reason == "length"
 
 
 def test_one_token_prompts(tiny):
@@ -142,8 +160,8 @@ def test_one_token_prompts(tiny):
         assert got.token_ids == want.token_ids
 
 
-def test_long_prompts_in_several_chunks(any_pair):
-    dflash, plain = generators(any_pair, batch=2, max_model_len=700)
+def test_long_prompts_in_several_chunks(one_pair):
+    dflash, plain = generators(one_pair, batch=2, max_model_len=700)
     prompts = random_prompts(3, seed=13, longest=30)
     prompts = [
         (prompt * 600)[:n] for prompt, n in zip(prompts, (256, 417, 600), strict=True)
@@ -152,13 +170,13 @@ def test_long_prompts_in_several_chunks(any_pair):
     for got, want in zip(
         dflash.generate(prompts, params), plain.generate(prompts, params), strict=True
     ):
-        assert_lossless(any_pair.torch_target, got, want)
+        assert_lossless(one_pair.torch_target, got, want)
         reference = reference_generate(
-            any_pair.torch_draft,
-            any_pair.torch_target,
+            one_pair.torch_draft,
+            one_pair.torch_target,
             got.prompt_token_ids,
             24,
-            stop_ids=list(any_pair.target.config.eos_token_ids),
+            stop_ids=list(one_pair.target.config.eos_token_ids),
         )
         assert (got.token_ids, got.acceptance_lengths) == reference
 
@@ -200,12 +218,12 @@ def test_mask_id_inside_a_block_is_emitted():
     assert [o.token_ids for o in got] == [o.token_ids for o in want]
 
 
-def test_batch_equals_each_prompt_alone(any_pair):
+def test_batch_equals_each_prompt_alone(one_pair):
     """More prompts than rows: rows are freed and filled again."""
     prompts = random_prompts(11, seed=14)
     params = SamplingParams(max_tokens=30)
-    batch, _ = generators(any_pair, batch=4)
-    single, _ = generators(any_pair, batch=1)
+    batch, _ = generators(one_pair, batch=4)
+    single, _ = generators(one_pair, batch=1)
     for got, prompt in zip(batch.generate(prompts, params), prompts, strict=True):
         want = single.generate([prompt], params)[0]
         assert got.token_ids == want.token_ids

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A generator's runs: streams, interruptions, bfloat16, and what it counts."""
 
+import copy
+
 import pytest
-from generators import MAX_LEN, generators
+import torch
+from generators import generators
 from tiny_models import pair, random_prompts
 
 from torchax_dflash import (
@@ -85,19 +88,32 @@ def test_from_draft_marks_accepted_drafts(tiny):
 
 
 def test_bfloat16_runs_without_compiling_anew(tiny):
-    """Near-ties may fall otherwise than in one-row passes; everything else holds."""
+    """Each token is the float32 target's best, or as near to it as bfloat16 can tell.
+
+    That is: nearer than the errors of PyTorch's own bfloat16 on the same text, on two
+    tokens, could make them.
+    """
     target = TargetModel.from_torch(tiny.torch_target, dtype="bfloat16")
     draft = DraftModel.from_torch(tiny.torch_draft, dtype="bfloat16")
-    generator = Generator(target, draft, max_model_len=MAX_LEN, max_num_seqs=2)
+    generator = Generator(target, draft, max_model_len=80, max_num_seqs=2)
     generator.warm_up()
-    prompts = random_prompts(6, seed=20)
+    prompts = random_prompts(6, seed=20, longest=30)
     outputs = generator.generate(prompts, SamplingParams(max_tokens=30))
     assert generator.stats.recompilations == 0
-    exact, _ = generators(tiny)
-    want = exact.generate(prompts, SamplingParams(max_tokens=30))
-    first = [output.token_ids[:3] for output in outputs]
-    assert sum(a == o.token_ids[:3] for a, o in zip(first, want, strict=True)) >= 4
-    assert max(n for output in outputs for n in output.acceptance_lengths) > 1
+    rounded = copy.deepcopy(tiny.torch_target).to(torch.bfloat16)
+    count = 0
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids + output.token_ids])
+        with torch.no_grad():
+            exact = tiny.torch_target(ids).logits[0]
+            error = (rounded(ids).logits[0].float() - exact).abs().max()
+        rows = exact[len(output.prompt_token_ids) - 1 : -1]
+        chosen = rows.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert (rows.max(-1).values - chosen).max() <= 2 * error
+        count += len(chosen)
+    assert count > 100
+    lengths = [n for output in outputs for n in output.acceptance_lengths]
+    assert sum(lengths) / len(lengths) > 1.3
 
 
 def test_stats_count_what_the_outputs_hold(tiny):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from generators import MAX_LEN
 from tiny_models import pair, random_prompts
 
 from torchax_dflash import Generator, SamplingParams
@@ -14,7 +15,7 @@ DRAWN = SamplingParams(max_tokens=24, temperature=1.0, seed=11, ignore_eos=True)
 
 
 def answers(models, prompts, params, **options) -> list:
-    generator = Generator(models.target, models.draft, max_model_len=96, **options)
+    generator = Generator(models.target, models.draft, max_model_len=MAX_LEN, **options)
     return generator.generate(prompts, params)
 
 
@@ -33,7 +34,7 @@ def test_a_seed_gives_its_output_whatever_runs_beside_it(method):
     want = [output.token_ids for output in alone]
     assert [output.token_ids for output in together] == want
     assert [output.token_ids for output in again] == want
-    greedy = Generator(models.target, max_model_len=96).generate(
+    greedy = Generator(models.target, max_model_len=MAX_LEN).generate(
         [prompts[2]], replace(DRAWN, temperature=0.0)
     )
     assert want[2] == greedy[0].token_ids
@@ -58,7 +59,7 @@ def test_a_temperature_near_zero_is_greedy():
 def test_greedy_with_a_repetition_penalty_equals_transformers():
     models, prompts = pair("llama", False), random_prompts(6, seed=43)
     params = SamplingParams(max_tokens=40, repetition_penalty=1.3, ignore_eos=True)
-    got = answers(models, prompts, params, max_num_seqs=3)
+    got = answers(models, prompts, params, max_num_seqs=4)
     assert sum(sum(output.from_draft) for output in got) > 5
     for prompt, output in zip(prompts, got, strict=True):
         want = models.torch_target.generate(
@@ -131,7 +132,9 @@ def test_params_of_another_number_and_unknown_methods_are_refused():
 def test_idle_rows_ask_for_nothing():
     """Else a greedy batch does the work of a drawn one until the row is taken again."""
     tiny = pair("llama", False)
-    generator = Generator(tiny.target, tiny.draft, max_num_seqs=2, max_model_len=128)
+    generator = Generator(
+        tiny.target, tiny.draft, max_num_seqs=2, max_model_len=MAX_LEN
+    )
     special = SamplingParams(
         max_tokens=3, temperature=1.0, top_k=3, logprobs=True, presence_penalty=1.0
     )

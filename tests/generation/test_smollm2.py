@@ -14,6 +14,7 @@ from generators import assert_lossless
 from tiny_models import reference_generate
 
 from torchax_dflash import Generator, SamplingParams
+from torchax_dflash.training.data.evaluation_questions import evaluation_questions
 
 pytestmark = pytest.mark.smollm2
 
@@ -43,8 +44,17 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def prompts(smollm2):
+# By set: tokens a pass on the questions of the test below.
+HUMANEVAL, GSM8K = ("humaneval", 2.487), ("gsm8k", 2.493)
+
+FEW = 4
+"""Questions that are always asked; the others are for `make test-all`."""
+
+
+@pytest.fixture(
+    scope="module", params=[FEW, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)]
+)
+def prompts(request, smollm2):
     def render(question):
         return smollm2.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
@@ -52,17 +62,19 @@ def prompts(smollm2):
             add_generation_prompt=True,
         )
 
-    return [smollm2.tokenizer(render(q)).input_ids for q in QUESTIONS]
+    return [smollm2.tokenizer(render(q)).input_ids for q in QUESTIONS[: request.param]]
 
 
 @pytest.fixture(scope="module")
 def outputs(smollm2, prompts):
-    generator = Generator(smollm2.target, smollm2.draft, max_num_seqs=4)
+    generator = Generator(
+        smollm2.target, smollm2.draft, max_num_seqs=4, max_model_len=512
+    )
     return generator.generate(prompts, SamplingParams(max_tokens=64))
 
 
 def test_equals_plain_decoding(smollm2, prompts, outputs):
-    plain = Generator(smollm2.target, max_num_seqs=4)
+    plain = Generator(smollm2.target, max_num_seqs=4, max_model_len=512)
     want = plain.generate(prompts, SamplingParams(max_tokens=64))
     for got, reference in zip(outputs, want, strict=True):
         assert_lossless(smollm2.torch_target, got, reference)
@@ -77,10 +89,27 @@ def test_equals_the_packages_own_loop_step_by_step(smollm2, prompts, outputs):
         assert output.acceptance_lengths == lengths
 
 
-def test_the_draft_is_worth_having(outputs):
+@pytest.mark.parametrize(("name", "measured"), [HUMANEVAL, GSM8K])
+def test_the_draft_is_as_good_as_its_card_says(smollm2, name, measured):
+    """The card's questions, the first few: tokens a pass hardly below those measured.
+
+    On all of a set the card has 2.51 (HumanEval) and 2.47 (GSM8K).
+    """
+    prompts = [
+        smollm2.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question.text}], add_generation_prompt=True
+        ).input_ids
+        for question in evaluation_questions(name)
+    ]
+    prompts = [prompt for prompt in prompts if len(prompt) < 200][:6]
+    generator = Generator(
+        smollm2.target, smollm2.draft, max_num_seqs=4, max_model_len=512
+    )
+    outputs = generator.generate(prompts, SamplingParams(max_tokens=64))
     lengths = [n for output in outputs for n in output.acceptance_lengths]
-    assert sum(lengths) / len(lengths) > 1.5
-    assert max(lengths) >= 4
+    tokens_a_pass = sum(lengths) / len(lengths)
+    print(f"{name}: {tokens_a_pass:.3f} tokens a pass, measured {measured}")
+    assert tokens_a_pass >= 0.95 * measured
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +145,7 @@ def test_example_with_an_int8_draft(example, capsys):
     assert answer["mean_acceptance_length"] > 1.2
 
 
+@pytest.mark.slow
 def test_example_json_with_several_prompts(example, capsys):
     arguments = ["2 + 2 =", "Paris is", "--no-chat", "--json", "--max-tokens", "12"]
     assert example.main(arguments) == 0
@@ -145,6 +175,7 @@ def test_example_errors(example, capsys, arguments, message):
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.slow
 def test_example_keeps_what_it_has_on_ctrl_c():
     """A separate process, interrupted in mid-answer."""
     command = [sys.executable, EXAMPLE, "--max-tokens", "1500", "--ignore-eos"]

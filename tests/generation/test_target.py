@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline target against transformers' own forward."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,30 @@ def test_logits_and_hidden_states(any_pair, sizes):
     assert_equals_transformers(
         any_pair.target, any_pair.torch_target, prompt[: sum(sizes)], sizes
     )
+
+
+def test_bfloat16_is_as_exact_as_pytorchs():
+    """Logits and hidden states of 96 tokens, both against float32."""
+    rounded = make_torch_target("llama", tied=False).to(torch.bfloat16)
+    exact = copy.deepcopy(rounded).float()
+    target = TargetModel.from_torch(rounded, dtype="bfloat16")
+    errors = []
+    for prompt in (random_prompts(2, seed=11, longest=60)[i] * 48 for i in range(2)):
+        ids = torch.tensor([prompt[:48]])
+        ours = run_in_blocks(target, prompt[:48], [16, 16, 16])
+        found = []
+        for model in (exact, rounded):
+            with torch.no_grad():
+                out = model(ids, output_hidden_states=True)
+            states = [out.hidden_states[i + 1][0] for i in LAYER_IDS]
+            found.append((out.logits[0].float(), torch.cat(states, dim=-1).float()))
+        for got, want, theirs in zip(ours, *found, strict=True):
+            pair_ = got.astype(np.float32), theirs.numpy()
+            errors.append([np.square(x - want.numpy()).mean() for x in pair_])
+    for of_logits_or_states in (errors[::2], errors[1::2]):
+        of_ours, of_theirs = np.sqrt(np.mean(of_logits_or_states, axis=0))
+        print(f"error {of_ours:.5f}, PyTorch's {of_theirs:.5f}")
+        assert 0 < of_ours <= 1.5 * of_theirs
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Tokens to text on a real byte-level tokenizer: partial characters, stop texts."""
 
 import pytest
+from generators import MAX_LEN
 from tiny_models import pair
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
@@ -96,7 +97,7 @@ def test_stop_text_ends_generation_in_mid_block():
     bare.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare)
     dflash, plain = (
-        Generator(tiny.target, draft, tokenizer=tokenizer, max_model_len=128)
+        Generator(tiny.target, draft, tokenizer=tokenizer, max_model_len=MAX_LEN)
         for draft in (tiny.draft, None)
     )
     free = dflash.generate(["w3 w9 w1"], SamplingParams(max_tokens=40))[0]
@@ -107,7 +108,7 @@ def test_stop_text_ends_generation_in_mid_block():
     stop = free.text.split()[-1]
     alone = dflash.generate(["w3 w9 w1"], SamplingParams(stop=stop))
     assert alone[0].text == free.text.split(stop)[0]
-    for stop in dict.fromkeys(free.text.split()[:20]):
+    for stop in dict.fromkeys(free.text.split()[:12]):
         stop_text = f"{stop} "  # reached when the next word begins
         params = SamplingParams(max_tokens=40, stop=(stop_text,))
         got = dflash.generate(["w3 w9 w1"], params)[0]

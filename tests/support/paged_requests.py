@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests on a paged cache, and the unmodified module on its own as their oracle."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,16 +102,17 @@ class Oracle:
     @torch.inference_mode()
     def hidden(self, new: np.ndarray, noise: np.ndarray) -> np.ndarray:
         end = self.length + len(new)
+        dtype = self.module.dtype
         out = self.module(
-            target_hidden=torch.tensor(new)[None],
-            noise_embedding=torch.tensor(noise)[None],
+            target_hidden=torch.tensor(new, dtype=dtype)[None],
+            noise_embedding=torch.tensor(noise, dtype=dtype)[None],
             position_ids=torch.arange(self.length, end + len(noise))[None],
             past_key_values=self.cache,
             use_cache=True,
         )
         self.cache.crop(end - self.cache.get_seq_length())
         self.length = end
-        return out[0].numpy()
+        return out[0].float().numpy()
 
 
 def history(rng, batch: int, rounds: int, feature_size: int):
@@ -130,3 +133,33 @@ def arguments_of(ours: Ours, count: int) -> dict:
         ),
         "num_speculative_tokens": count,
     }
+
+
+def bfloat16_errors(draft: DraftModel, module: torch.nn.Module) -> tuple[float, float]:
+    """How far ours and PyTorch's own bfloat16 are from float32: root mean squares.
+
+    Args:
+        draft: ours, in bfloat16.
+        module: the same weights, already rounded to bfloat16, in float32.
+    """
+    batch, rng = 2, np.random.default_rng(4)
+    half = copy.deepcopy(module).to(torch.bfloat16)
+    ours = Ours(draft, batch)
+    exact, theirs = ([Oracle(m) for _ in range(batch)] for m in (module, half))
+    errors = []
+    for new, noise in history(rng, batch, 8, draft.config.feature_size):
+        new = [_rounded(rows) for rows in new]
+        noise = _rounded(noise)
+        ours.ingest(new)
+        got = ours.hidden(noise)
+        for b in range(batch):
+            want = exact[b].hidden(new[b], noise[b])
+            other = theirs[b].hidden(new[b], noise[b])
+            errors.append([np.square(x - want).mean() for x in (got[b], other)])
+    of_ours, of_theirs = np.sqrt(np.mean(errors, axis=0))
+    return float(of_ours), float(of_theirs)
+
+
+def _rounded(rows: np.ndarray) -> np.ndarray:
+    """What bfloat16 can hold."""
+    return torch.tensor(rows).to(torch.bfloat16).float().numpy()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Usage: sharding_case.py. Prints a JSON object; see test_sharding.py."""
+"""Usage: sharding_case.py CASE … QUANTIZATION|none. See test_sharding.py."""
 
 import json
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,23 @@ from torchax_dflash.core.draft import ingest
 from torchax_dflash.core.drafting import draft_hidden_states, draft_tokens
 from torchax_dflash.core.kv_cache import KVPool, slot_mapping_of
 from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads of a draft, and how often the mesh holds it."""
+
+    heads: int
+    kv_heads: int
+    replicas: int = 1
+
+
+CASES = {
+    "even": Case(heads=16, kv_heads=8),
+    "KV heads that do not divide": Case(heads=6, kv_heads=3),
+    "fewer heads than devices": Case(heads=4, kv_heads=2),
+    "two axes": Case(heads=16, kv_heads=8, replicas=2),
+}
 
 LENGTHS = [11, 3, 0, 25]
 PAGES, PAGE_SIZE, BLOCK = 32, 4, 6
@@ -93,46 +111,54 @@ def share(tree) -> float:
     return held / sum(array.nbytes for array in arrays)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def compare(case: Case, quantization: str | None = None) -> dict:
+    """One draft on one device and on a mesh."""
     target = TargetModel.from_torch(make_torch_target("llama", tied=False))
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
-    draft = DraftModel.from_torch(make_torch_draft(**heads))
+    heads = {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
+    module = make_torch_draft(**heads)
+    draft = DraftModel.from_torch(module, quantization=quantization)
+    if quantization is not None:  # it also brings a head and an embedding of its own
+        vocabulary = OwnVocabulary(
+            embedding=target.params["model.embed_tokens.weight"],
+            head=target.params["lm_head.weight"][:, 8:],
+            row_of_token=rows_of_tokens(np.arange(8, VOCAB), VOCAB),
+        )
+        draft = replace(draft, own=vocabulary)
     _, want_hidden, want_tokens = run(draft, target)
-
-    mesh = Mesh(np.array(jax.devices()), ("model",))
+    grid = np.array(jax.devices()).reshape(case.replicas, -1)
+    mesh = Mesh(grid, ("data", "model"))
     split = shard_draft(draft, mesh, "model")
     sharding = pool_sharding(config=draft.config, mesh=mesh, axis="model")
     pool, hidden, tokens = run(split, target, sharding)
-    result = {
+    layer = "layers.0.{}.weight"
+    found = {
         "devices": len(jax.devices()),
         "hidden_states_error": float(np.abs(hidden - want_hidden).max()),
         "same_drafts": bool((tokens == want_tokens).all()),
         "pool_share": share(pool),
         "weights_share": share(split.params),
-        "sums_per_layer": sums(split, sharding) / draft.config.num_hidden_layers,
-        "pool_stays_split": all(
+        "mlp_share": share(split.params[layer.format("mlp.gate_proj")]),
+        "query_share": share(split.params[layer.format("self_attn.q_proj")]),
+        "key_share": share(split.params[layer.format("self_attn.k_proj")]),
+        "pool_stays": all(
             array.sharding.is_equivalent_to(sharding, array.ndim)
             for array in jax.tree.leaves(pool)
         ),
     }
-    small = DraftModel.from_torch(make_torch_draft(**heads), quantization="int8")
-    vocabulary = OwnVocabulary(
-        embedding=target.params["model.embed_tokens.weight"],
-        head=target.params["lm_head.weight"][:, 8:],
-        row_of_token=rows_of_tokens(np.arange(8, VOCAB), VOCAB),
-    )
-    small = replace(small, own=vocabulary)
-    _, want_hidden, want_tokens = run(small, target)
-    split = shard_draft(small, mesh, "model")
-    _, hidden, tokens = run(split, target, sharding)
-    result |= {
-        "int8_error": float(np.abs(hidden - want_hidden).max()),
-        "int8_same_drafts": bool((tokens == want_tokens).all()),
-        "int8_weights_share": share(split.params),
-        "own_share": share((split.own.embedding, split.own.head)),
-    }
-    print(json.dumps(result))
+    if quantization is not None:
+        found["own_share"] = share((split.own.embedding, split.own.head))
+    else:
+        sums_ = sums(split, sharding)
+        found["sums_per_layer"] = sums_ / draft.config.num_hidden_layers
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    *names, quantization = sys.argv[1:]
+    options = {"quantization": None if quantization == "none" else quantization}
+    found = {name: compare(CASES[name], **options) for name in names}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

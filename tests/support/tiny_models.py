@@ -59,6 +59,9 @@ _SIZES = {
 }
 
 
+PAIRS = ["llama-tied", "llama-untied", "qwen3-tied", "qwen3-untied"]
+"""Pairs that most claims are tested with."""
+
 _FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
