@@ -60,7 +60,7 @@ def test_drafts_that_do_not_exist_are_not_looked_at(num_drafts):
 def test_these_tests_notice_a_broken_rule(broken, method, monkeypatch):
     if broken is broken_rules.takes_another_q and method == "greedy":
         pytest.skip("a q of 1 at one token is its own square")
-    monkeypatch.setattr(accepting, "accept", broken)
+    monkeypatch.setattr(accepting, "accept_sampled", broken)
     params = SETTINGS["temperature 1"]
     law = block_law(target_probs(params), draft_probs(method))
     counts = np.concatenate(sampled_blocks(params, method))
@@ -126,12 +126,12 @@ def test_the_rule_at_a_real_vocabulary():
     def run(drafts, index):
         seeds = index * BATCH + jnp.arange(BATCH)
         settings = SamplingState.greedy(BATCH)
-        return accepting.accept(
+        return accepting.accept_sampled(
             jnp.broadcast_to(probs, (BATCH, *probs.shape)),
             drafts,
             jnp.ones(BATCH, jnp.int32),
             draft_probs=jnp.broadcast_to(jnp.array(q, jnp.float32), (BATCH, 1, VOCAB)),
-            settings=SamplingState(
+            sampling=SamplingState(
                 **vars(settings) | {"seed": seeds.astype(jnp.uint32)}
             ),
             positions=jnp.full(BATCH, 9, jnp.int32),

@@ -5,19 +5,22 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from torchax_dflash.core import sampling
-from torchax_dflash.core.accept import accept  # not the module: tests replace it there
+# not the module: tests replace it there
+from torchax_dflash.core.accept import accept_sampled
+from torchax_dflash.core.sampling import draw
 
 
 def accepts_all(probs, drafts, num_drafts, *, draft_probs, **others):
-    return accept(probs, drafts, num_drafts, draft_probs=draft_probs * 1e-9, **others)
+    return accept_sampled(
+        probs, drafts, num_drafts, draft_probs=draft_probs * 1e-9, **others
+    )
 
 
 def keeps_what_was_rejected(
     probs, drafts, num_drafts, *, draft_probs, sampling, positions
 ):
     """Draws from p after a rejection, not from p - q."""
-    right = accept(
+    right = accept_sampled(
         probs,
         drafts,
         num_drafts,
@@ -35,4 +38,4 @@ def keeps_what_was_rejected(
 def takes_another_q(probs, drafts, num_drafts, *, draft_probs, **others):
     sharper = draft_probs**2
     sharper /= sharper.sum(-1, keepdims=True)
-    return accept(probs, drafts, num_drafts, draft_probs=sharper, **others)
+    return accept_sampled(probs, drafts, num_drafts, draft_probs=sharper, **others)

@@ -167,7 +167,7 @@ def break_on_purpose(rule: str) -> None:
     if rule == "tpu_inference":
         rejection_sampler.DFlashRejectionSampler.install = lambda self: None
     else:
-        programs.accept = getattr(broken_rules, rule)
+        programs.accept_sampled = getattr(broken_rules, rule)
 
 
 def sampling_params(fields: dict):
