@@ -19,7 +19,7 @@ from tiny_models import (
 )
 
 from torchax_dflash import DraftModel, Generator, SamplingParams
-from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
+from torchax_dflash.generation.sampling_params import DRAFT_SAMPLE_METHODS
 
 
 @functools.cache

@@ -35,7 +35,7 @@ def test_drawn_drafts_follow_their_q(kind):
     tokens, probs = draw_draft_tokens(
         draft,
         target,
-        KVPool.zeros(draft.config, num_pages=1, page_size=4, dtype=draft.dtype),
+        KVPool.allocate(draft.config, num_pages=1, page_size=4, dtype=draft.dtype),
         nothing + 3,
         Context(nothing[:, None], context_lens=nothing, block_lens=nothing + K + 1),
         num_speculative_tokens=K,

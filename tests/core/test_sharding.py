@@ -20,7 +20,11 @@ SUPPORT = Path(__file__).parent.parent / "support"
 def found(devices: int, *names: str, quantization: str = "none") -> dict:
     """What sharding_case.py says of these cases."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    paths = [str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(SUPPORT),
+        str(SUPPORT.parent),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     done = subprocess.run(
         [sys.executable, SUPPORT / "sharding_case.py", *names, quantization],
         capture_output=True,

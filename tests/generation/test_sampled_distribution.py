@@ -28,8 +28,8 @@ from scipy.stats import chi2_contingency
 
 from torchax_dflash import SamplingParams
 from torchax_dflash.core import accept as accepting
-from torchax_dflash.core.sampling import DRAFT_SAMPLE_METHODS
 from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
+from torchax_dflash.generation.sampling_params import DRAFT_SAMPLE_METHODS
 
 WHOLE = {("penalties", "greedy"), ("all filters", "probabilistic")}
 """These are always run; the rule itself is tested in tests/core/test_accept.py."""

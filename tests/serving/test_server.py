@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 import serving_engine
-from conftest import pair, random_prompts
 from serving_jobs import LIMITS, engine_arguments, offline, saved
+from tiny_models import pair, random_prompts
 
 pytestmark = pytest.mark.vllm
 

@@ -10,7 +10,6 @@ import functools
 import itertools
 
 import pytest
-from conftest import BLOCK, memorised_pair, pair, random_prompts
 from serving_jobs import (
     ACCEPTED,
     DRAFTED,
@@ -25,6 +24,7 @@ from serving_jobs import (
     served,
     token_ids,
 )
+from tiny_models import BLOCK, memorised_pair, pair, random_prompts
 
 pytestmark = pytest.mark.vllm
 

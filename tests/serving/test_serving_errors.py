@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BLOCK, make_torch_draft, pair
-from draft_files import KNOWN, own_tensors, write_speculators
+from draft_files import KNOWN, edit_config, own_tensors, write_speculators
 from serving_jobs import engine_arguments, run_engine, saved
-from test_bad_input import edit_config
+from tiny_models import BLOCK, make_torch_draft, pair
 from transformers import AutoTokenizer, StableLmConfig, StableLmForCausalLM
 
 from torchax_dflash.serving.plugin import versions

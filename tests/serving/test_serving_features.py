@@ -11,8 +11,8 @@ import re
 
 import pytest
 import torch
-from conftest import VOCAB, pair, random_prompts
 from serving_jobs import LAZY, characters, engine_arguments, run_batches
+from tiny_models import VOCAB, pair, random_prompts
 
 pytestmark = pytest.mark.vllm
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import pair
 from draft_files import KNOWN, rounded, write_speculators
 from serving_jobs import (
     ACCEPTED,
@@ -21,6 +20,7 @@ from serving_jobs import (
     saved,
     token_ids,
 )
+from tiny_models import pair
 
 pytestmark = pytest.mark.vllm
 

@@ -12,13 +12,6 @@ import tempfile
 from types import SimpleNamespace
 
 import pytest
-from conftest import (
-    continuations,
-    make_torch_draft,
-    make_torch_target,
-    random_prompts,
-    train_draft,
-)
 from serving_jobs import (
     DraftOracle,
     engine_arguments,
@@ -26,6 +19,13 @@ from serving_jobs import (
     run_engine,
     save_pair,
     token_ids,
+)
+from tiny_models import (
+    continuations,
+    make_torch_draft,
+    make_torch_target,
+    random_prompts,
+    train_draft,
 )
 
 from torchax_dflash import TargetModel

@@ -7,8 +7,8 @@ vLLM has one platform for both, so nothing of one engine may be remembered there
 import functools
 
 import pytest
-from conftest import pair, random_prompts
 from serving_jobs import LAZY, engine_arguments, offline, run_engine, saved
+from tiny_models import pair, random_prompts
 
 pytestmark = pytest.mark.vllm
 

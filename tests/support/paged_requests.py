@@ -45,7 +45,7 @@ class Ours:
     def __init__(self, draft: DraftModel, batch: int, garbage: float = np.nan):
         self.draft = draft
         num_pages = batch * PAGES_PER_ROW + 3
-        pool = KVPool.zeros(
+        pool = KVPool.allocate(
             draft.config, num_pages=num_pages, page_size=PAGE_SIZE, dtype=draft.dtype
         )
         self.pool: KVPool = jax.tree.map(lambda x: jnp.full_like(x, garbage), pool)

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import BLOCK, VOCAB, pair, random_prompts
 from dflash.model import DFlash2DraftModel
+from tiny_models import BLOCK, VOCAB, pair, random_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -2,7 +2,6 @@
 """scripts/train_draft.py on a tiny target: from prompts to a report, through a kill."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import resource
@@ -10,50 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import MASK_ID, VOCAB, make_torch_target
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_models import make_torch_target
+from training_command import (
+    NEW,
+    SCRIPT,
+    SMALL,
+    common,
+    fails,
+    load_script,
+    tiny_checkpoint,
+)
 
 from torchax_dflash import DraftModel
 from torchax_dflash.training.data.sequences import SequenceStore, fingerprint
-
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "train_draft.py"
-LETTERS = "abcdefghijklmnopqrstuvwxyz ?!"
-NEW = ["--init", "new", "--mask-token-id", str(MASK_ID), "--target-layer-ids", "0,2,3"]
-SMALL = [
-    *("--steps", "6", "--sequences", "2", "--anchors", "6", "--stages", "4:1"),
-    *("--common-tokens", "20", "--random-tokens", "4", "--warmup-steps", "2"),
-    *("--checkpoint-every", "2", "--held-out-every", "6"),
-]
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("train_draft", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def main():
     return load_script().main
-
-
-def tiny_checkpoint(folder):
-    """A target's folder, with a tokenizer of single letters."""
-    make_torch_target("llama", tied=False).save_pretrained(folder)
-    vocabulary = {"<a>": 0, "<b>": 1, "<end>": 2}
-    vocabulary |= {letter: 3 + index for index, letter in enumerate(LETTERS)}
-    assert len(vocabulary) == VOCAB
-    bare = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    bare.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<end>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +57,6 @@ def generated(main, target, questions, tmp_path_factory):
     command += ["--sampled-share", "0.5"]
     assert main([*command, "--text", str(text)]) == 0
     return folder
-
-
-def common(target, folder):
-    return ["--target", str(target), "--folder", str(folder), "--dtype", "float32"]
 
 
 def test_generate_goes_on_where_it_stopped(main, target, questions, generated):
@@ -186,14 +157,6 @@ def test_ctrl_c_keeps_everything(target, generated):
     assert "interrupted; run the same command again to continue" in printed
     assert (generated / "stopped" / "draft" / "model.safetensors").is_file()
     assert list((generated / "stopped" / "checkpoints").glob("0*"))
-
-
-def fails(main, capsys, command, *parts):
-    """The command ends with status 2 and an error that says all this."""
-    assert main(command) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    for part in ("expected", "got", *parts):
-        assert part in printed, printed
 
 
 def test_other_settings_layers_and_targets(main, capsys, target, generated, tmp_path):

@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from test_train_draft import NEW, SMALL, common, fails, load_script, tiny_checkpoint
+from training_command import NEW, SMALL, common, fails, load_script, tiny_checkpoint
 from transformers import AutoTokenizer
 
 from torchax_dflash.checkpoints.demo import demo_target

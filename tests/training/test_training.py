@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import BLOCK, MASK_ID, VOCAB, make_torch_draft, pair
-from test_draft_parity import VARIANTS, Ours
+from paged_requests import VARIANTS, Ours
+from tiny_models import BLOCK, MASK_ID, VOCAB, make_torch_draft, pair
 from torch.nn import functional
+from training_runs import sequences
 
 from torchax_dflash import DraftModel
 from torchax_dflash.training.model.anchored import anchored_hidden_states
@@ -18,14 +19,6 @@ from torchax_dflash.training.model.loss import Batch, Vocabulary, block_targets,
 from torchax_dflash.training.model.teacher import teacher_outputs
 
 LAYER_IDS = (0, 2, 3)
-
-
-def sequences(count=3, length=24, seed=0):
-    """Random token ids and lengths, int32."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, VOCAB, (count, length)).astype(np.int32)
-    lengths = rng.integers(length // 2, length + 1, count).astype(np.int32)
-    return np.where(np.arange(length) < lengths[:, None], ids, 0), lengths
 
 
 def make_batch(target, ids, lengths, anchors):

@@ -3,9 +3,9 @@
 
 import numpy as np
 import pytest
-from conftest import TARGET_LAYERS, make_torch_draft, pair
 from draft_files import own_tensors, write_speculators
-from test_bad_input import assert_four_parts
+from errors import assert_four_parts
+from tiny_models import TARGET_LAYERS, make_torch_draft, pair
 
 from torchax_dflash import DraftModel
 from torchax_dflash.training.model.initial_draft import load_draft

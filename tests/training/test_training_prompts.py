@@ -5,8 +5,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from conftest import pair
-from test_training import sequences
+from tiny_models import pair
+from training_runs import sequences
 
 from torchax_dflash.training.data.builtin_prompts import builtin_prompts
 from torchax_dflash.training.data.evaluation_questions import (

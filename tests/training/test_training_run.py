@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a tiny target: they learn, they resume exactly, they spread over devices."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -13,46 +12,15 @@ import jax
 import numpy as np
 import pytest
 import torch
-from conftest import DFLASH2, make_torch_draft, pair, random_prompts
 from dflash.model import DFlash2DraftModel, DFlashDraftModel
+from tiny_models import DFLASH2, make_torch_draft, pair, random_prompts
+from training_runs import RECIPE, answers, fresh_draft, ignore, make_run
 
 from torchax_dflash import DraftModel, Generator, SamplingParams
-from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.report.export import export
 from torchax_dflash.training.run import checkpoint
-from torchax_dflash.training.run.batches import Batches
-from torchax_dflash.training.run.initial_state import initial_state
 from torchax_dflash.training.run.recipe import Recipe
 from torchax_dflash.training.run.trainer import trained_draft
-from torchax_dflash.training.run.training_run import Cadence, Run
-
-RECIPE = Recipe(
-    stages=((3, 0.5), (6, 0.5)),
-    steps=20,
-    sequences=4,
-    anchors=8,
-    learning_rate=3e-3,
-    warmup_steps=5,
-    common_tokens=20,
-    random_tokens=6,
-    dtype="float32",
-)
-
-
-def answers(tiny, prompts, max_tokens=40):
-    """Sequences that the target continued greedily."""
-    generator = Generator(tiny.target, max_model_len=128, max_num_seqs=4)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return [
-        TokenSequence(
-            prompt=str(index),
-            kind="test",
-            temperature=0.0,
-            num_prompt_tokens=len(output.prompt_token_ids),
-            token_ids=[*output.prompt_token_ids, *output.token_ids],
-        )
-        for index, output in enumerate(generator.generate(prompts, params))
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,32 +31,6 @@ def tiny():
 @pytest.fixture(scope="module")
 def data(tiny):
     return answers(tiny, random_prompts(12, longest=8))
-
-
-@functools.cache
-def fresh_draft(dflash2=False):
-    """One object, so that equal runs compile once."""
-    config = DFLASH2 if dflash2 else {}
-    return DraftModel.from_torch(make_torch_draft(dflash_config=config))
-
-
-def make_run(tiny, sequences, recipe, folder, draft=None, **cadence):
-    draft = draft or fresh_draft()
-    batches = Batches(
-        sequences,
-        recipe,
-        target=tiny.target,
-        layer_ids=draft.config.target_layer_ids,
-        store=None,
-    )
-    state, frozen = initial_state(draft, tiny.target, batches, recipe)
-    cadence = {"log": 5, "held_out": 1000, "checkpoint": 1000} | cadence
-    run = Run(folder, recipe, frozen, batches, {"target": "x"}, Cadence(**cadence))
-    return run, state
-
-
-def ignore(step, line):
-    pass
 
 
 def test_resuming_gives_the_same_bits(tiny, data, tmp_path):
@@ -200,8 +142,8 @@ MESH = """
     import numpy as np
     from dataclasses import replace
 
-    from conftest import pair, random_prompts
-    from test_training_run import RECIPE, answers, ignore, make_run
+    from tiny_models import pair, random_prompts
+    from training_runs import RECIPE, answers, ignore, make_run
 
     from torchax_dflash.training.run.mesh import make_mesh, shard_state
 
@@ -230,7 +172,7 @@ def test_a_mesh_of_devices_gives_the_same_numbers(tmp_path):
     script = tmp_path / "mesh.py"
     script.write_text(textwrap.dedent(MESH))
     tests = Path(__file__).parent.parent
-    places = (tests.parent, tests, tests / "support", tests / "training")
+    places = (tests.parent, tests / "support")
     result = subprocess.run(
         [sys.executable, script, tmp_path],
         env={
