@@ -16,9 +16,11 @@ from training_runs import sequences
 from torchax_dflash import DraftModel
 from torchax_dflash.training.model.anchored import anchored_hidden_states
 from torchax_dflash.training.model.loss import Batch, Vocabulary, block_targets, score
+from torchax_dflash.training.model.objective import Objective
 from torchax_dflash.training.model.teacher import teacher_outputs
 
 LAYER_IDS = (0, 2, 3)
+OBJECTIVE = Objective(soft=0.3)
 
 
 def make_batch(target, ids, lengths, anchors):
@@ -94,6 +96,7 @@ def test_labels_are_the_targets_choices_while_the_text_follows_them():
     np.testing.assert_array_equal(counts[2], [True, True, False])  # the text ends
     assert not counts[3].any()  # padding
     np.testing.assert_allclose(wanted.probs, 0.5, rtol=1e-6)
+    np.testing.assert_allclose(wanted.known, 0.5, rtol=1e-6)
 
 
 def torch_loss(module, tiny, batch, block_size, gamma, soft):
@@ -155,8 +158,7 @@ def test_loss_and_gradients_equal_pytorch_autograd(variant):
             tiny.target,
             batch,
             block_size=4,
-            gamma=4.0,
-            soft=0.3,
+            objective=OBJECTIVE,
         )
         return result.loss / result.weight
 
@@ -190,7 +192,7 @@ def test_a_part_of_the_vocabulary_gives_the_same_loss_if_it_is_all_of_it():
     order = np.random.default_rng(0).permutation(VOCAB).astype(np.int32)
     index = np.argsort(order).astype(np.int32)
     whole = Vocabulary(jnp.array(order), jnp.array(index), jnp.zeros(VOCAB))
-    how = {"block_size": 4, "gamma": 4.0, "soft": 0.3}
+    how = {"block_size": 4, "objective": OBJECTIVE}
     want = score(draft, tiny.target, batch, **how)
     got = score(draft, tiny.target, batch, whole, **how)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -201,7 +203,7 @@ def test_rows_are_cut_into_slices_without_changing_anything():
     tiny = pair("llama", False)
     ids, lengths = sequences()
     batch = make_batch(tiny.target, ids, lengths, np.array([[2, 7]] * 3, np.int32))
-    how = {"block_size": 4, "gamma": 4.0, "soft": 0.3}
+    how = {"block_size": 4, "objective": OBJECTIVE}
     want = score(tiny.draft, tiny.target, batch, **how)
     got = score(tiny.draft, tiny.target, batch, logit_rows=5, **how)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

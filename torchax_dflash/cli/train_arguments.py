@@ -13,8 +13,9 @@ from torchax_dflash.checkpoints.demo import DEMO_TARGET, demo_target
 from torchax_dflash.checkpoints.finding import find_checkpoint
 from torchax_dflash.generation.sampling_params import DRAFT_SAMPLE_METHODS
 from torchax_dflash.training.data.evaluation_questions import SETS
-from torchax_dflash.training.run.recipe import PRESETS, Recipe
+from torchax_dflash.training.run.recipe import CHOICES, PRESETS, Recipe
 
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "str": str}
 _LAYER_IDS = "tapped target layers, like 1,8,14,20,27"
 
 
@@ -129,7 +130,8 @@ def _add_train(steps: Any) -> None:
     for field in dataclasses.fields(Recipe):
         if field.name not in ("dtype", "stages"):
             add(f"--{field.name.replace('_', '-')}", metavar="X",
-                type=int if field.type == "int" else float,
+                type=_TYPES.get(str(field.type), float),
+                choices=CHOICES.get(field.name),
                 help=Recipe.help_of(field.name).rstrip("."))  # fmt: skip
     add("--stages", type=_stages, metavar="Q:SHARE,…",
         help=Recipe.help_of("stages").rstrip("."))  # fmt: skip

@@ -10,8 +10,8 @@ target's likeliest token after the tokens up to anchor + j - 1, its *choice* the
     counts         .  yes t4=c3  t4=c3 and t5=c4    the text follows the choices
 
 One rule thus serves greedy answers (where all positions count), sampled answers and
-ordinary text, and every label is what greedy verification will ask for. Positions are
-weighted by exp(-(j - 1) / gamma), as in the paper (arXiv 2602.06036, equation 4).
+ordinary text, and every label is what greedy verification will ask for. An `Objective`
+says what the loss at a position is and how much the position counts.
 For DFlash-2 two losses are added: of the draft's own logits, and of the logits of its
 candidate selector.
 """
@@ -28,6 +28,13 @@ from torchax_dflash.core.draft import Draft
 from torchax_dflash.core.drafting import head_logits, noise_embedding_of
 from torchax_dflash.core.vocabulary import TargetHead
 from torchax_dflash.training.model.anchored import anchored_hidden_states
+from torchax_dflash.training.model.losses import (
+    DraftLogits,
+    TargetProbs,
+    position_losses,
+    position_weights,
+)
+from torchax_dflash.training.model.objective import Objective
 from torchax_dflash.training.model.selector_loss import EXCLUDED, candidate_logits
 
 
@@ -86,12 +93,14 @@ class BlockTargets:
         labels: int32 [B, A, J], the target's choices.
         choices: int32 [B, A, J, C], the target's likeliest tokens.
         probs: float32 [B, A, J, C], their probabilities, scaled to sum to 1.
+        known: float32 [B, A, J], what they sum to before they are scaled.
         counts: bool [B, A, J], whether a position counts.
     """
 
     labels: jax.Array
     choices: jax.Array
     probs: jax.Array
+    known: jax.Array
     counts: jax.Array
 
 
@@ -121,6 +130,7 @@ def block_targets(batch: Batch, block_size: int) -> BlockTargets:
     sequence = jnp.arange(len(batch.token_ids))[:, None, None]
     choices = batch.choices[sequence, inside]
     probs = jnp.exp(batch.logprobs[sequence, inside])
+    known = probs.sum(-1)
     labels = choices[..., 0]
     exists = (rows < batch.lengths[:, None, None]) & (batch.anchors[..., None] > 0)
     # The label at anchor + j counts if tokens anchor + 1 … anchor + j - 1 were chosen.
@@ -131,7 +141,8 @@ def block_targets(batch: Batch, block_size: int) -> BlockTargets:
     return BlockTargets(
         labels=labels,
         choices=choices,
-        probs=probs / probs.sum(-1, keepdims=True),
+        probs=probs / known[..., None],
+        known=known,
         counts=exists & (jnp.cumprod(agrees, axis=-1) > 0),
     )
 
@@ -143,8 +154,7 @@ def score(
     vocabulary: Vocabulary | None = None,
     *,
     block_size: int,
-    gamma: float,
-    soft: float,
+    objective: Objective,
     logit_rows: int = 2048,
 ) -> Score:
     """Drafts every block of a batch and compares the drafts with the labels.
@@ -155,27 +165,25 @@ def score(
         batch: the sequences.
         vocabulary: what the softmax is over, or None for all tokens.
         block_size: Q.
-        gamma: decay length of the positions' weights.
-        soft: share of the loss that compares with the target's distribution over its
-            likeliest tokens (KL divergence, up to a constant) instead of its choice.
+        objective: what the loss at a position is, and how much the position counts.
         logit_rows: the most rows whose logits are in memory at the same time.
     """
     first = jnp.take_along_axis(batch.token_ids, batch.anchors, axis=1)
     noise = noise_embedding_of(draft, target, first, num_masks=block_size - 1)
     hidden = anchored_hidden_states(draft, batch.features, noise, batch.anchors)
     wanted = block_targets(batch, block_size)
-    weights = jnp.exp(-jnp.arange(block_size - 1) / gamma) * wanted.counts
     before = jnp.concatenate([first[..., None], wanted.labels[..., :-1]], axis=-1)
-    losses, right = _compare(
+    losses, right, hits = _compare(
         draft,
         target,
         wanted,
         hidden=hidden[:, :, 1:],
         before=before,
         vocabulary=vocabulary,
-        soft=soft,
+        objective=objective,
         logit_rows=logit_rows,
     )
+    weights = position_weights(objective, hits, wanted.counts)
     if vocabulary is not None:  # a label outside it teaches nothing
         weights = weights * (vocabulary.index[wanted.labels] >= 0)
     prefix = jnp.cumprod((right & wanted.counts).astype(jnp.int32), axis=-1)
@@ -195,54 +203,58 @@ def _compare(
     hidden: jax.Array,
     before: jax.Array,
     vocabulary: Vocabulary | None,
-    soft: float,
+    objective: Objective,
     logit_rows: int,
-) -> tuple[jax.Array, jax.Array]:
-    """The losses, float32 [B, A, J], and whether each draft is right, bool [B, A, J].
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The losses, whether each draft is right, and its probability of the label.
 
-    `hidden` is [B, A, J, D]; `before`, int32 [B, A, J], is the token before each draft.
+    They are float32, bool and float32, each [B, A, J]. `hidden` is [B, A, J, D];
+    `before`, int32 [B, A, J], is the token before each draft.
     """
     head = target if vocabulary is None else _PartOfHead(target, vocabulary.token_ids)
 
-    def compare(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        hidden, before, labels, choices, probs = rows
+    def compare(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        hidden, before, labels, choices, probs, known = rows
         logits = head_logits(draft, head, hidden).astype(jnp.float32)
         if vocabulary is not None:
             logits += vocabulary.offsets
             labels, choices = vocabulary.index[labels], vocabulary.index[choices]
-            probs = jnp.where(choices >= 0, probs, 0)
-            probs /= jnp.maximum(probs.sum(-1, keepdims=True), 1e-6)
         total = jax.nn.logsumexp(logits, axis=-1)
         gathered = jnp.take_along_axis(
             logits, jnp.maximum(jnp.append(labels[:, None], choices, axis=1), 0), axis=1
         )
-        hard_loss = total - gathered[:, 0]
-        soft_loss = total * probs.sum(-1) - (probs * gathered[:, 1:]).sum(-1)
-        losses = (1 - soft) * hard_loss + soft * soft_loss
+        of_label, of_choices = gathered[:, 0], gathered[:, 1:]
+        can_say = None if vocabulary is None else choices >= 0
+        losses = position_losses(
+            objective,
+            of_label,
+            DraftLogits(of_choices, total, can_say),
+            TargetProbs(probs, known),
+        )
+        hits = jnp.where(labels >= 0, jnp.exp(of_label - total), 0)
         if draft.config.has_selector:
             tokens = jnp.arange(logits.shape[-1])
             tokens = tokens if vocabulary is None else vocabulary.token_ids
             logits = candidate_logits(draft, hidden, before, logits, tokens)
             of_label = jnp.take_along_axis(
                 logits, jnp.maximum(labels, 0)[:, None], axis=1
-            )
-            total = jax.nn.logsumexp(logits, axis=-1)
-            missed = total - of_label[:, 0]
+            )[:, 0]
+            missed = jax.nn.logsumexp(logits, axis=-1) - of_label
             # A label that is not a candidate teaches the selector nothing.
-            losses += jnp.where(of_label[:, 0] > EXCLUDED, missed, 0)
-            gathered = of_label
-        right = gathered[:, 0] >= logits.max(-1)
-        return losses, right & (labels >= 0)
+            losses += jnp.where(of_label > EXCLUDED, missed, 0)
+        right = of_label >= logits.max(-1)
+        return losses, right & (labels >= 0), hits
 
-    rows = (
+    rows: tuple[jax.Array, ...] = (
         hidden.reshape(-1, hidden.shape[-1]).astype(draft.dtype),
         before.reshape(-1),
         wanted.labels.reshape(-1),
         wanted.choices.reshape(-1, wanted.choices.shape[-1]),
         wanted.probs.reshape(-1, wanted.probs.shape[-1]),
+        wanted.known.reshape(-1),
     )
     if (count := rows[0].shape[0]) <= logit_rows:
-        losses, right = compare(rows)
+        found = compare(rows)
     else:
         # Logits are by far the largest arrays: computed slice by slice, and once more
         # in the backward pass.
@@ -250,12 +262,10 @@ def _compare(
         padding = slices * logit_rows - count
         rows = tuple(jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in rows)
         cut = tuple(x.reshape(slices, logit_rows, *x.shape[1:]) for x in rows)
-        losses, right = jax.lax.map(jax.checkpoint(compare), cut)
+        found = jax.lax.map(jax.checkpoint(compare), cut)
     shape = wanted.labels.shape
-    return (
-        losses.reshape(-1)[:count].reshape(shape),
-        right.reshape(-1)[:count].reshape(shape),
-    )
+    losses, right, hits = (x.reshape(-1)[:count].reshape(shape) for x in found)
+    return losses, right, hits
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,22 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torchax_dflash.core.config import config_error
+from torchax_dflash.training.model.objective import (
+    LOSSES,
+    POSITION_WEIGHTS,
+    Objective,
+)
 
 # The paper's gamma by block size.
 _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+CHOICES = {
+    "optimizer": ("adamw", "muon"),
+    "position_weights": POSITION_WEIGHTS,
+    "loss": LOSSES,
+    "dtype": ("float32", "bfloat16"),
+}
+"""Fields that are one of a few words."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +41,20 @@ class Recipe:
         learning_rate: peak learning rate.
         final_learning_rate: learning rate at the end, as a share of the peak.
         warmup_steps: steps until the peak.
-        weight_decay: AdamW's weight decay, applied to matrices only.
+        weight_decay: weight decay, applied to matrices only.
         beta2: AdamW's beta2.
         clip: gradients are clipped to this norm.
+        optimizer: adamw, or muon for matrices (and AdamW for everything else).
+        position_weights: how much the positions of a block count: decay (see `gamma`),
+            or dpace, by the probability that a position is reached.
         gamma: decay length of the weight of later positions; None means the paper's
             value for the block size.
-        soft: share of the loss that is the KL divergence from the target's
-            distribution; the rest is the cross-entropy of its likeliest token.
+        dpace_smoothing: with dpace, 0 weights by the draft's own probabilities, 1 by
+            the position only.
+        loss: what compares the draft's distribution with the target's: kl, tv (total
+            variation), accept (negative log of the acceptance) or lk (KL, then TV).
+        soft: share of the loss that compares distributions; the rest is the
+            cross-entropy of the target's likeliest token.
         feature_noise: noise added to features, in units of their typical size.
         common_tokens: the softmax is over this many of the most common tokens and
             `random_tokens` others; 0 means the whole vocabulary.
@@ -54,7 +74,11 @@ class Recipe:
     weight_decay: float = 0.1
     beta2: float = 0.95
     clip: float = 1.0
+    optimizer: str = "adamw"
+    position_weights: str = "decay"
     gamma: float | None = None
+    dpace_smoothing: float = 0.5
+    loss: str = "kl"
     soft: float = 0.3
     feature_noise: float = 0.15
     common_tokens: int = 8192
@@ -77,12 +101,13 @@ class Recipe:
             _check(name, getattr(self, name), at_least=0)
         for name in ("final_learning_rate", "soft", "average", "beta2"):
             _check(name, getattr(self, name), at_least=0, at_most=1)
+        _check("dpace_smoothing", self.dpace_smoothing, at_least=0, at_most=1)
         if self.gamma is not None:
             _check("gamma", self.gamma, above=0)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise config_error(
-                "dtype", "float32 or bfloat16", self.dtype, "Choose one of them."
-            )
+        for name, choices in CHOICES.items():
+            if (given := getattr(self, name)) not in choices:
+                expected = " or ".join(choices)
+                raise config_error(name, expected, given, "Choose one of them.")
         shares = [share for _, share in self.stages]
         if not shares or abs(sum(shares) - 1) > 1e-6 or min(shares) <= 0:
             raise config_error(
@@ -114,6 +139,16 @@ class Recipe:
             return self.gamma
         nearest = min(_PAPER_GAMMA, key=lambda known: abs(known - block_size))
         return _PAPER_GAMMA[nearest]
+
+    def objective(self, block_size: int) -> Objective:
+        """What blocks of this size are trained for."""
+        return Objective(
+            loss=self.loss,
+            soft=self.soft,
+            position_weights=self.position_weights,
+            gamma=self.gamma_of(block_size),
+            smoothing=self.dpace_smoothing,
+        )
 
     @classmethod
     def help_of(cls, name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from torchax_dflash.core.bridge import Params, TorchModule
 from torchax_dflash.core.draft import Draft
@@ -18,6 +19,8 @@ from torchax_dflash.core.draft_weights import FC
 from torchax_dflash.core.target import Target
 from torchax_dflash.training.model.loss import Batch, Score, Vocabulary, score
 from torchax_dflash.training.run.recipe import Recipe
+
+_MUON_RMS = 0.2
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +79,7 @@ class StepReport:
 
 
 def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
-    """Clipping, then AdamW with warm-up and cosine decay; weight decay on matrices."""
+    """Clipping, then AdamW or Muon with warm-up and cosine decay of the step size."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=recipe.learning_rate,
@@ -84,15 +87,23 @@ def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
         decay_steps=max(recipe.steps, recipe.warmup_steps + 1),
         end_value=recipe.learning_rate * recipe.final_learning_rate,
     )
-    return optax.chain(
-        optax.clip_by_global_norm(recipe.clip),
-        optax.adamw(
+    if recipe.optimizer == "muon":
+        # Steps as large as Adam's usually are (Liu et al. 2025, arXiv 2502.16982), so
+        # that the same learning rates suit both. Weight decay is on matrices only.
+        steps = optax.contrib.muon(
+            schedule,
+            weight_decay=recipe.weight_decay,
+            adam_b2=recipe.beta2,
+            consistent_rms=_MUON_RMS,
+        )
+    else:
+        steps = optax.adamw(
             schedule,
             b2=recipe.beta2,
             weight_decay=recipe.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
-        ),
-    )
+        )
+    return optax.chain(optax.clip_by_global_norm(recipe.clip), steps)
 
 
 def new_state(draft: Draft, feature_scale: jax.Array, recipe: Recipe) -> TrainState:
@@ -186,8 +197,7 @@ def train_step(
             batch,
             vocabulary,
             block_size=block_size,
-            gamma=recipe.gamma_of(block_size),
-            soft=recipe.soft,
+            objective=recipe.objective(block_size),
         )
         return result.loss / jnp.maximum(result.weight, 1e-6), result
 
@@ -227,8 +237,7 @@ def held_out_score(
         frozen.target,
         batch,
         block_size=block_size,
-        gamma=recipe.gamma_of(block_size),
-        soft=recipe.soft,
+        objective=recipe.objective(block_size),
     )
 
 
