@@ -16,6 +16,7 @@ from torchax_dflash.training.data.evaluation_questions import (
 )
 from torchax_dflash.training.data.sequences import TokenSequence
 from torchax_dflash.training.model.feature_store import FeatureStore
+from torchax_dflash.training.model.objective import Objective
 from torchax_dflash.training.run.batches import Batches
 from torchax_dflash.training.run.recipe import Recipe
 
@@ -100,6 +101,10 @@ def batch_rows(batch):
         {"stages": ((4, 0.5), (8, 0.4))},
         {"stages": ((1, 1.0),)},
         {"dtype": "float16"},
+        {"loss": "mse"},
+        {"position_weights": "even"},
+        {"dpace_smoothing": 1.5},
+        {"optimizer": "sgd"},
     ],
     ids=str,
 )
@@ -113,3 +118,12 @@ def test_stages_follow_each_other():
     sizes = [recipe.block_size_at(step) for step in range(10)]
     assert sizes == [3] * 5 + [5] * 3 + [8] * 2
     assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_recipes_of_older_runs_mean_what_they_meant():
+    saved = Recipe().to_json()
+    for name in ("loss", "position_weights", "dpace_smoothing", "optimizer"):
+        del saved[name]
+    assert Recipe.from_json(saved) == Recipe()
+    objective = Recipe.from_json(saved).objective(8)
+    assert objective == Objective("kl", soft=0.3, position_weights="decay", gamma=4.0)

@@ -22,6 +22,8 @@ from torchax_dflash.training.run import checkpoint
 from torchax_dflash.training.run.recipe import Recipe
 from torchax_dflash.training.run.trainer import trained_draft
 
+NEW = {"optimizer": "muon", "position_weights": "dpace", "loss": "lk"}
+
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -33,18 +35,20 @@ def data(tiny):
     return answers(tiny, random_prompts(12, longest=8))
 
 
-def test_resuming_gives_the_same_bits(tiny, data, tmp_path):
-    run, state = make_run(tiny, data, RECIPE, tmp_path / "whole")
+@pytest.mark.parametrize("changes", [{}, NEW], ids=str)
+def test_resuming_gives_the_same_bits(tiny, data, changes, tmp_path):
+    recipe = replace(RECIPE, **changes)
+    run, state = make_run(tiny, data, recipe, tmp_path / "whole")
     whole = run.train(run.resume(state), ignore)
 
-    run, state = make_run(tiny, data, RECIPE, tmp_path / "halves")
+    run, state = make_run(tiny, data, recipe, tmp_path / "halves")
 
     def stop(step, line):
         run.stopped = step == 10
 
     half = run.train(run.resume(state), stop)
     assert int(half.step) == 10
-    run, state = make_run(tiny, data, RECIPE, tmp_path / "halves")
+    run, state = make_run(tiny, data, recipe, tmp_path / "halves")
     resumed = run.resume(state)
     assert int(resumed.step) == 10
     resumed = run.train(resumed, ignore)
@@ -55,8 +59,18 @@ def test_resuming_gives_the_same_bits(tiny, data, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dflash2", [False, True])
-def test_overfitting_reaches_the_full_acceptance_length(tiny, dflash2, tmp_path):
+@pytest.mark.parametrize(
+    ("dflash2", "changes"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"optimizer": "muon", "position_weights": "dpace"}),
+    ],
+    ids=str,
+)
+def test_overfitting_reaches_the_full_acceptance_length(
+    tiny, dflash2, changes, tmp_path
+):
     prompts = [[3, 7, 11], [20, 1]]
     sequences = answers(tiny, prompts)
     recipe = Recipe(
@@ -73,6 +87,7 @@ def test_overfitting_reaches_the_full_acceptance_length(tiny, dflash2, tmp_path)
         soft=0.0,
         dtype="float32",
     )
+    recipe = replace(recipe, **changes)
     run, state = make_run(tiny, sequences, recipe, tmp_path, fresh_draft(dflash2))
     state = run.train(state, ignore)
     export(
