@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which drafts training starts from and exports, and which it refuses."""
 
+import jax
 import numpy as np
 import pytest
 from draft_files import own_tensors, write_speculators
 from errors import assert_four_parts
-from tiny_models import TARGET_LAYERS, make_torch_draft, pair
+from tiny_models import TARGET_LAYERS, VOCAB, make_torch_draft, pair
 
 from torchax_dflash import DraftModel
+from torchax_dflash.core.drafting import head_logits
 from torchax_dflash.training.model.initial_draft import load_draft
-from torchax_dflash.training.report.export import export
+from torchax_dflash.training.report.export import export, with_draft_vocabulary
 from torchax_dflash.training.run.initial_state import initial_state
 from torchax_dflash.training.run.recipe import Recipe
 from torchax_dflash.training.run.trainer import new_state
@@ -62,16 +64,39 @@ def test_an_unknown_depth_is_not_exported(tmp_path):
     assert_four_parts(error, "num_target_layers")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("speculators_for", [None, "someone/target"])
+def test_a_draft_vocabulary_is_the_targets_head_for_its_tokens(
+    tmp_path, tied, speculators_for
+):
+    target = pair("llama", tied).target
+    draft = DraftModel.from_torch(make_torch_draft())
+    known = [19, 3, 7, 22, 0]
+    small = with_draft_vocabulary(draft, target, np.array(known))
+    export(small, tmp_path, dtype="float32", speculators_for=speculators_for)
+    again = DraftModel.from_pretrained(tmp_path)
+    assert again.config == small.config
+    assert again.config.draft_vocab_size == len(known)
+    hidden = jax.random.normal(jax.random.key(0), (3, draft.config.hidden_size))
+    got = np.asarray(head_logits(again, target, hidden))
+    want = np.asarray(target.project(hidden))
+    np.testing.assert_allclose(got[:, known], want[:, known], rtol=1e-5, atol=1e-5)
+    others = np.setdiff1d(np.arange(VOCAB), known)
+    assert np.isneginf(got[:, others]).all()
+
+
 @pytest.mark.parametrize("brings", [{"embedding": True}, {"head": True}])
 def test_drafts_with_their_own_embedding_or_head_are_refused(tmp_path, brings):
     target = pair("llama", False).target
     write_speculators(tmp_path, make_torch_draft(), own_tensors(**brings))
     draft = DraftModel.from_pretrained(tmp_path)
-    for refused in (
+    refusals = [
         lambda: load_draft(tmp_path, target, largest_block=4),
         lambda: initial_state(draft, target, None, Recipe()),
-        lambda: export(draft, tmp_path / "out"),
-    ):
+    ]
+    if "embedding" in brings:
+        refusals.append(lambda: export(draft, tmp_path / "out"))
+    for refused in refusals:
         with pytest.raises(ValueError, match="expected") as error:
             refused()
         assert_four_parts(error, "draft")

@@ -23,6 +23,7 @@ from torchax_dflash.training.run.recipe import Recipe
 from torchax_dflash.training.run.trainer import trained_draft
 
 NEW = {"optimizer": "muon", "position_weights": "dpace", "loss": "lk"}
+NEW |= {"draft_vocab_size": 20}
 
 
 @pytest.fixture(scope="module")

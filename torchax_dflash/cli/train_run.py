@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from torchax_dflash import TargetModel
@@ -19,7 +20,7 @@ from torchax_dflash.core.config import config_error
 from torchax_dflash.training.data.sequences import SequenceStore, fingerprint
 from torchax_dflash.training.model.feature_store import stored_features
 from torchax_dflash.training.model.initial_draft import load_draft, make_draft
-from torchax_dflash.training.report.export import export
+from torchax_dflash.training.report.export import export, with_draft_vocabulary
 from torchax_dflash.training.run.batches import Batches
 from torchax_dflash.training.run.initial_state import initial_state
 from torchax_dflash.training.run.mesh import make_mesh, shard_state, shard_target
@@ -88,7 +89,10 @@ def train(arguments: argparse.Namespace) -> None:
                 log(line)
 
         state = run.train(state, on_step)
-    export(trained_draft(state, run.frozen, "float32"), run.folder / "draft")
+    draft = trained_draft(state, run.frozen, "float32")
+    if recipe.draft_vocab_size and run.frozen.common is not None:
+        draft = with_draft_vocabulary(draft, target, np.asarray(run.frozen.common))
+    export(draft, run.folder / "draft")
     notes.print(f"the current draft: {run.folder / 'draft'}")
     if run.stopped:
         raise KeyboardInterrupt

@@ -115,13 +115,12 @@ def make_draft(
 def check_borrows_vocabulary(draft: Draft) -> None:
     """Raises ValueError unless the draft uses its target's embedding and head.
 
-    The loss is over the target's vocabulary and trains neither embedding nor head, and
-    `export` writes the module's own weights only.
+    The loss is over the target's vocabulary and trains neither embedding nor head.
     """
     if not draft.own.is_empty:
         raise config_error(
             "draft",
             "one that borrows its target's embedding and head",
             f"one with its own {EMBEDDING} or {HEAD}",
-            "Such drafts can be used, but not trained or exported.",
+            "Such drafts can be used, but not trained.",
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,34 @@ import numpy as np
 
 from torchax_dflash.core.config import config_error
 from torchax_dflash.core.draft import Draft
-from torchax_dflash.core.draft_weights import published_name
+from torchax_dflash.core.draft_weights import (
+    EMBEDDING,
+    HEAD,
+    KNOWN_TOKENS,
+    TOKEN_OFFSETS,
+    published_name,
+)
+from torchax_dflash.core.target import Target
+from torchax_dflash.core.vocabulary import OwnVocabulary, rows_of_tokens
 from torchax_dflash.training.data.storage import save_tensors, write_atomically
-from torchax_dflash.training.model.initial_draft import check_borrows_vocabulary
+
+
+def with_draft_vocabulary(draft: Draft, target: Target, token_ids: np.ndarray) -> Draft:
+    """The draft with a head of its own: the target's head, for some tokens only.
+
+    Args:
+        draft: without a head of its own.
+        target: whose head it is.
+        token_ids: int [draft_vocab_size], distinct, the tokens that it is to know.
+    """
+    ids = np.sort(np.asarray(token_ids, np.int32))
+    width, size = draft.config.hidden_size, draft.config.vocab_size
+    head = target.project_to(jnp.eye(width, dtype=target.dtype), jnp.array(ids))
+    return replace(
+        draft,
+        own=OwnVocabulary(head=head, row_of_token=rows_of_tokens(ids, size)),
+        config=replace(draft.config, draft_vocab_size=len(ids)),
+    )
 
 
 def export(
@@ -34,11 +60,17 @@ def export(
             target (a hub id or a folder) as the verifier.
 
     Raises:
-        ValueError: the draft is quantised, has its own embedding or head, does not know
-            its target's number of layers, or the format cannot represent it.
+        ValueError: the draft is quantised, has its own embedding, does not know its
+            target's number of layers, or the format cannot represent it.
         OSError: the disk is full; an older export is unharmed.
     """
-    check_borrows_vocabulary(draft)
+    if draft.own.embedding is not None:
+        raise config_error(
+            "draft",
+            "one that borrows its target's embedding",
+            f"one with its own {EMBEDDING}",
+            "Such drafts can be used, but not exported.",
+        )
     if draft.config.num_target_layers is None:
         raise config_error(
             "num_target_layers",
@@ -64,18 +96,34 @@ def export(
         for name, array in draft.plain_params.items()
         if name in weights
     }
+    tensors = {n: array.astype(jnp.dtype(dtype)) for n, array in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(
-        folder / "model.safetensors",
-        {name: array.astype(jnp.dtype(dtype)) for name, array in tensors.items()},
-    )
+    save_tensors(folder / "model.safetensors", tensors | _own_head(draft, dtype))
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _own_head(draft: Draft, dtype: str) -> dict[str, np.ndarray]:
+    """The tensors of the draft's own head, if it has one."""
+    if draft.own.head is None:
+        return {}
+    assert draft.own.row_of_token is not None
+    row_of_token, known = np.asarray(draft.own.row_of_token), draft.own.head.shape[1]
+    is_known = row_of_token < known
+    token_ids = np.zeros(known, np.int64)
+    token_ids[row_of_token[is_known]] = np.flatnonzero(is_known)
+    return {
+        HEAD: np.asarray(draft.own.head.T.astype(jnp.dtype(dtype))),
+        TOKEN_OFFSETS: token_ids - np.arange(known),
+        KNOWN_TOKENS: is_known,
+    }
 
 
 def _config(draft: Draft, dtype: str) -> dict[str, Any]:
     hf_config: Any = draft.module.module.config
     config = json.loads(hf_config.to_json_string(use_diff=True))
     config["num_target_layers"] = draft.config.num_target_layers
+    if draft.own.head is not None:
+        config["draft_vocab_size"] = draft.config.draft_vocab_size
     config["architectures"] = [type(draft.module.module).__name__]
     config["dtype"] = dtype
     # Where readers before transformers 5 look.
@@ -93,6 +141,7 @@ def _speculators_config(
     """
     block_size = draft.config.block_size
     own = ("architectures", "block_size", "dflash_config", "num_target_layers", "dtype")
+    own += ("draft_vocab_size",)
     layers = {name: value for name, value in config.items() if name not in own}
     # Only where it is true: vLLM 0.32 reads false as causal in full layers, too.
     non_causal = {"sliding_window_non_causal": True}
@@ -101,7 +150,7 @@ def _speculators_config(
         "speculators_model_type": "dflash",
         "dtype": config["dtype"],
         "transformer_layer_config": layers,
-        "draft_vocab_size": draft.config.vocab_size,
+        "draft_vocab_size": draft.config.draft_vocab_size,
         "target_hidden_size": draft.config.hidden_size,
         "block_size": block_size,
         "mask_token_id": draft.config.mask_token_id,

@@ -49,10 +49,11 @@ def initial_state(
     )
     frozen = trainer.Frozen(draft=trainer.frozen_part(draft), target=target)
     vocab_size = target.config.vocab_size
-    if 0 < recipe.common_tokens < vocab_size - 1:
+    count = recipe.draft_vocab_size or recipe.common_tokens
+    if 0 < count < vocab_size - 1:
         counts = batches.token_counts(vocab_size)
         order = np.argsort(-counts, kind="stable").astype(np.int32)
-        common, rare = np.split(order, [recipe.common_tokens])
+        common, rare = np.split(order, [count])
         index = np.full(vocab_size, -1, np.int32)
         index[common] = np.arange(len(common))
         frozen = replace(

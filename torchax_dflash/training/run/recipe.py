@@ -59,6 +59,9 @@ class Recipe:
         common_tokens: the softmax is over this many of the most common tokens and
             `random_tokens` others; 0 means the whole vocabulary.
         random_tokens: number of other tokens, drawn again in each step.
+        draft_vocab_size: the draft knows this many of the most common tokens only, and
+            is exported with a head for them; 0 means all tokens, with the target's
+            head.
         average: decay of the moving average of the weights.
         dtype: of computation; weights and optimiser state are float32.
         seed: of all randomness.
@@ -83,6 +86,7 @@ class Recipe:
     feature_noise: float = 0.15
     common_tokens: int = 8192
     random_tokens: int = 1024
+    draft_vocab_size: int = 0
     average: float = 0.998
     dtype: str = "bfloat16"
     seed: int = 0
@@ -99,6 +103,7 @@ class Recipe:
             _check(name, getattr(self, name), above=0)
         for name in ("warmup_steps", "weight_decay", "feature_noise", "common_tokens"):
             _check(name, getattr(self, name), at_least=0)
+        _check("draft_vocab_size", self.draft_vocab_size, at_least=0)
         for name in ("final_learning_rate", "soft", "average", "beta2"):
             _check(name, getattr(self, name), at_least=0, at_most=1)
         _check("dpace_smoothing", self.dpace_smoothing, at_least=0, at_most=1)

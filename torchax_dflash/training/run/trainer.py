@@ -185,7 +185,9 @@ def train_step(
         signs = _random_signs(noise_key, features.shape)
         features += recipe.feature_noise * signs
     batch = replace(batch, features=features)
-    vocabulary = _draw_vocabulary(vocabulary_key, frozen, recipe)
+    vocabulary = _draft_vocabulary(frozen, recipe) or _draw_vocabulary(
+        vocabulary_key, frozen, recipe
+    )
 
     def loss(params: Params) -> tuple[jax.Array, Score]:
         params = {name: p.astype(recipe.dtype) for name, p in params.items()}
@@ -230,15 +232,24 @@ def held_out_score(
     recipe: Recipe,
     block_size: int,
 ) -> Score:
-    """The averaged weights' score over the whole vocabulary, without noise."""
+    """The averaged weights' score over all tokens the draft knows, without noise."""
     draft = trained_draft(state, frozen, recipe.dtype)
     return score(
         draft,
         frozen.target,
         batch,
+        _draft_vocabulary(frozen, recipe),
         block_size=block_size,
         objective=recipe.objective(block_size),
     )
+
+
+def _draft_vocabulary(frozen: Frozen, recipe: Recipe) -> Vocabulary | None:
+    """The tokens of a draft with a reduced vocabulary; None if it knows all."""
+    if not recipe.draft_vocab_size or frozen.common is None:
+        return None
+    assert frozen.index is not None
+    return Vocabulary(frozen.common, frozen.index, jnp.zeros(len(frozen.common)))
 
 
 def _draw_vocabulary(
