@@ -65,11 +65,13 @@ class DraftCheckpoint:
         module_class: to build, unmodified.
         hf_config: what the class takes.
         config: the same, checked.
+        own_code: the checkpoint brings the class.
     """
 
     module_class: type
     hf_config: Any
     config: DFlashConfig
+    own_code: bool
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> DraftCheckpoint:
@@ -112,7 +114,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> DraftCheckpoint:
     )
     if speculators.is_speculators(raw):
         config = speculators.complete(config, raw)
-    return DraftCheckpoint(module_class, hf_config, config)
+    return DraftCheckpoint(module_class, hf_config, config, own_code)
 
 
 def has_selector(module_class: type) -> bool:

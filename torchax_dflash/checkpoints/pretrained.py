@@ -29,7 +29,7 @@ from torchax_dflash.checkpoints.weights import (
 )
 from torchax_dflash.core.bridge import TorchModule
 from torchax_dflash.core.config import DFlashConfig, TargetConfig, config_error
-from torchax_dflash.core.draft import Draft
+from torchax_dflash.core.draft import Draft, keeps_context_apart
 from torchax_dflash.core.draft_weights import EXTRA_TENSORS
 from torchax_dflash.core.target import Target
 
@@ -67,7 +67,7 @@ class DraftModel(Draft):
         checkpoint = read_config(folder, trust_remote_code=trust_remote_code)
         built = build_module(checkpoint.module_class, checkpoint.hf_config)
         weights = read_params(built, folder, elsewhere=EXTRA_TENSORS)
-        return cls(
+        draft = cls(
             params=kept_weights(weights, jnp.dtype(dtype), quantization)
             | buffers(built),
             module=built,
@@ -75,6 +75,15 @@ class DraftModel(Draft):
             dtype=jnp.dtype(dtype),
             own=read_vocabulary(built, folder, checkpoint.config, jnp.dtype(dtype)),
         )
+        if checkpoint.own_code and not keeps_context_apart(draft):
+            raise config_error(
+                "auto_map",
+                "a DFlash module, whose K and V of context rows do not depend on its "
+                "MLPs and output projections",
+                checkpoint.module_class.__name__,
+                "This architecture is not supported.",
+            )
+        return draft
 
     @classmethod
     def from_torch(

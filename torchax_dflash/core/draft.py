@@ -5,8 +5,8 @@ The module's forward does two jobs at once: it turns context features into K/V, 
 drafts. Called twice, and with dead code removed by XLA, it becomes two programs:
 
     ingest   aux hidden states of newly accepted tokens -> K/V rows in the pool
-             (with one dummy noise row: its queries and attention feed nothing that is
-             kept, and XLA drops them; one row of its MLPs stays)
+             (with a dummy noise row, which feeds nothing that is kept: XLA drops its
+             queries and attention, `_for_context` its MLPs and output projections)
     draft    anchor and mask tokens -> draft tokens, attending to the pool
              (an empty context: no aux hidden states, no writes); see drafting.py
 """
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from torchax_dflash.core.bridge import Params, TorchModule
 from torchax_dflash.core.config import DFlashConfig, config_error
+from torchax_dflash.core.draft_weights import linear_layer
 from torchax_dflash.core.int8 import Int8Weight, MaybeQuantized
 from torchax_dflash.core.kv_cache import KVPool, StaticKVCache, slot_mapping_of
 from torchax_dflash.core.vocabulary import OwnVocabulary
@@ -102,7 +103,7 @@ def ingest(
     rows, hidden = draft.config.least_block_rows, draft.config.hidden_size
     cache = StaticKVCache(pool=pool, slot_mapping=slot_mapping)
     draft.module(
-        draft.params,
+        _for_context(draft),
         cache,
         dtype=draft.dtype,
         target_hidden=aux_hidden_states[None].astype(draft.dtype),
@@ -143,3 +144,57 @@ def ingest_rows(
         positions.reshape(-1),
         slot_mapping.reshape(-1),
     )
+
+
+def keeps_context_apart(draft: Draft) -> bool:
+    """Whether the module's context rows do without the weights that `ingest` cuts.
+
+    True of DFlash; of a module that a checkpoint brings it has to be seen. Runs the
+    module twice over a few random rows.
+    """
+    key, rows = jax.random.key(0), 4
+    shape = (1, rows, draft.config.feature_size)
+    states = jax.random.normal(key, shape, draft.dtype)
+
+    @partial(jax.jit, static_argnames="dtype")
+    def run(params: MaybeQuantized, states: jax.Array, dtype: jnp.dtype) -> KVPool:
+        pool = KVPool.allocate(draft.config, num_pages=1, page_size=rows, dtype=dtype)
+        cache = StaticKVCache(pool=pool, slot_mapping=jnp.arange(rows))
+        block = (1, draft.config.least_block_rows, draft.config.hidden_size)
+        draft.module(
+            params,
+            cache,
+            dtype=dtype,
+            target_hidden=states,
+            noise_embedding=jnp.ones(block, dtype),
+            position_ids=jnp.arange(rows + block[1])[None],
+        )
+        return cache.pool
+
+    ours, whole = (
+        run(params, states, draft.dtype)
+        for params in (_for_context(draft), draft.params)
+    )
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(whole), strict=True)
+    return all(bool((a == b).all()) for a, b in pairs)
+
+
+def _for_context(draft: Draft) -> MaybeQuantized:
+    """The params, without weights that context rows do not pass through.
+
+    A module computes K and V of context and noise rows together, so to XLA the kept
+    rows depend on the noise path, and it would read all of its weights for one dummy
+    row. Here MLPs have no inner width, and output projections are zero constants.
+    """
+
+    def replaced(name: str, weight: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
+        layer = linear_layer(name)
+        if layer is None or layer.noise_path is None:
+            return weight
+        shape = list(jax.tree.leaves(weight)[0].shape)
+        if layer.noise_path == "mlp" and (layer.split == "out" or len(shape) == 2):
+            in_out = len(shape) == 1 or name in draft.module.linear_weights
+            shape[-1 if (layer.split == "out") == in_out else 0] = 0
+        return jnp.zeros(shape, draft.dtype)
+
+    return {name: replaced(name, weight) for name, weight in draft.params.items()}

@@ -24,10 +24,13 @@ class LinearLayer:
     Attributes:
         split: the dimension that is split, of a weight [in, out].
         by_head: it is split between heads, never inside one.
+        noise_path: only noise rows pass through it: it is a part of the MLP, or the
+            attention's output projection.
     """
 
     split: Literal["in", "out"]
     by_head: bool = False
+    noise_path: Literal["mlp", "output"] | None = None
 
 
 LINEAR_LAYERS = {
@@ -35,10 +38,10 @@ LINEAR_LAYERS = {
     "q_proj": LinearLayer("out", by_head=True),
     "k_proj": LinearLayer("out", by_head=True),
     "v_proj": LinearLayer("out", by_head=True),
-    "o_proj": LinearLayer("in", by_head=True),
-    "gate_proj": LinearLayer("out"),
-    "up_proj": LinearLayer("out"),
-    "down_proj": LinearLayer("in"),
+    "o_proj": LinearLayer("in", by_head=True, noise_path="output"),
+    "gate_proj": LinearLayer("out", noise_path="mlp"),
+    "up_proj": LinearLayer("out", noise_path="mlp"),
+    "down_proj": LinearLayer("in", noise_path="mlp"),
 }
 """The transformer's linear layers and its input; no heads, convolutions, selectors."""
 
