@@ -186,9 +186,9 @@ def test_ingest_compiles_to_context_projections_only(module):
     over_rows = Counter(int(n) for count, n in products if int(count) == rows)
     assert over_rows == {width: 1, kv_width: 2 * layers}
     # … and what is left of the noise path, one row of it: K and V of each layer, and
-    # between layers the output projection, a product of constants.
+    # one output projection, a product of constants that all layers share.
     others = Counter(int(n) for count, n in products if int(count) != rows)
-    assert others == {kv_width: 2 * layers, width: layers - 1}
+    assert others == {kv_width: 2 * layers, width: 1}
     assert all(count in (str(rows), "1") for count, _ in products)
     assert "q_proj_weight" not in "".join(re.findall(r"dot\(.*", text))
 

@@ -45,14 +45,15 @@ class Recipe:
         beta2: AdamW's beta2.
         clip: gradients are clipped to this norm.
         optimizer: adamw, or muon for matrices (and AdamW for everything else).
-        position_weights: how much the positions of a block count: decay (see `gamma`),
-            or dpace, by the probability that a position is reached.
+        position_weights: how much the positions of a block count, by decay (see
+            `gamma`) or by dpace, the probability that a position is reached.
         gamma: decay length of the weight of later positions; None means the paper's
             value for the block size.
         dpace_smoothing: with dpace, 0 weights by the draft's own probabilities, 1 by
             the position only.
-        loss: what compares the draft's distribution with the target's: kl, tv (total
-            variation), accept (negative log of the acceptance) or lk (KL, then TV).
+        loss: what compares the draft's distribution with the target's, one of kl, tv
+            (total variation), accept (negative log of the acceptance) and lk (KL, then
+            TV).
         soft: share of the loss that compares distributions; the rest is the
             cross-entropy of the target's likeliest token.
         feature_noise: noise added to features, in units of their typical size.
