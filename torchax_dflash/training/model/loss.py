@@ -185,7 +185,7 @@ def score(
     )
     weights = position_weights(objective, hits, wanted.counts)
     if vocabulary is not None:  # a label outside it teaches nothing
-        weights = weights * (vocabulary.index[wanted.labels] >= 0)
+        weights = jnp.where(vocabulary.index[wanted.labels] >= 0, weights, 0)
     prefix = jnp.cumprod((right & wanted.counts).astype(jnp.int32), axis=-1)
     return Score(
         loss=(losses * weights).sum(),

@@ -204,10 +204,11 @@ def train_step(
         return result.loss / jnp.maximum(result.weight, 1e-6), result
 
     grads, result = jax.grad(loss, has_aux=True)(state.params)
-    updates, optimizer = optimizer_of(recipe).update(
-        grads, state.optimizer, state.params
-    )
-    params: Any = optax.apply_updates(state.params, updates)
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in int32
+        updates, optimizer = optimizer_of(recipe).update(
+            grads, state.optimizer, state.params
+        )
+        params: Any = optax.apply_updates(state.params, updates)
     # In early steps the average follows faster, so that it forgets its start.
     decay = jnp.minimum(recipe.average, (1 + state.step) / (10 + state.step))
     average = jax.tree.map(
