@@ -88,7 +88,7 @@ def position_weights(
     """
     if objective.position_weights == "dpace":
         return dpace_weights(hits, counts, objective.smoothing)
-    return decay_weights(counts.shape[-1], objective.gamma) * counts
+    return jnp.where(counts, decay_weights(counts.shape[-1], objective.gamma), 0)
 
 
 def distribution_loss(name: str, draft: DraftLogits, target: TargetProbs) -> jax.Array:
@@ -129,7 +129,7 @@ def acceptance(draft: DraftLogits, target: TargetProbs) -> jax.Array:
 
 def decay_weights(positions: int, gamma: float) -> jax.Array:
     """exp(-(j - 1) / gamma) for drafts j = 1 … J, float32 [J] (arXiv 2602.06036)."""
-    return jnp.exp(-jnp.arange(positions) / gamma)
+    return jnp.exp(-jnp.arange(positions, dtype=jnp.float32) / gamma)
 
 
 def dpace_weights(hits: jax.Array, counts: jax.Array, smoothing: float) -> jax.Array:
