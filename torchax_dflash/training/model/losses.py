@@ -149,8 +149,10 @@ def dpace_weights(hits: jax.Array, counts: jax.Array, smoothing: float) -> jax.A
         float32 [..., J]; no gradient goes through it.
     """
     chance = (1 - smoothing) * jax.lax.stop_gradient(hits) + smoothing
-    reached = jnp.cumprod(jnp.where(counts, chance, 1), axis=-1) * counts
-    return jnp.cumsum(reached[..., ::-1], axis=-1)[..., ::-1] * counts
+    reached = jnp.cumprod(jnp.where(counts, chance, 1), axis=-1)
+    reached = jnp.where(counts, reached, 0)
+    shares = jnp.cumsum(reached[..., ::-1], axis=-1)[..., ::-1]
+    return jnp.where(counts, shares, 0)
 
 
 def _among_known(draft: DraftLogits, target: TargetProbs) -> jax.Array:
