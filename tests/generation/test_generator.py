@@ -2,6 +2,7 @@
 """Generation is lossless, and step by step what the package's own loop does."""
 
 import dataclasses
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -107,11 +108,7 @@ def test_stop_token_anywhere_in_a_block(tiny, long_outputs):
 def test_eos_of_the_target_and_ignore_eos(tiny, long_outputs):
     config = tiny.target.config
     eos = long_outputs[0].token_ids[3]
-    target = type(tiny.target)(
-        params=tiny.target.params,
-        module=tiny.target.module,
-        config=type(config)(**vars(config) | {"eos_token_ids": (eos,)}),
-    )
+    target = replace(tiny.target, config=replace(config, eos_token_ids=(eos,)))
     generator = Generator(target, tiny.draft, max_model_len=MAX_LEN)
     prompt = [long_outputs[0].prompt_token_ids]
     got = generator.generate(prompt, SamplingParams(max_tokens=48))[0]
@@ -208,11 +205,7 @@ def test_mask_id_inside_a_block_is_emitted():
     written = [token for output in want for token in output.token_ids]
     common = max(set(written), key=written.count)
     config = tiny.draft.config
-    draft = type(tiny.draft)(
-        params=tiny.draft.params,
-        module=tiny.draft.module,
-        config=type(config)(**vars(config) | {"mask_token_id": common}),
-    )
+    draft = replace(tiny.draft, config=replace(config, mask_token_id=common))
     generator = Generator(tiny.target, draft, max_model_len=MAX_LEN, max_num_seqs=3)
     got = generator.generate(prompts, SamplingParams(max_tokens=40))
     assert [o.token_ids for o in got] == [o.token_ids for o in want]

@@ -137,6 +137,7 @@ def test_example_json_with_comparison(example, capsys):
     assert sum(answer["acceptance_lengths"]) == len(answer["token_ids"]) - 1
 
 
+@pytest.mark.slow
 def test_example_with_an_int8_draft(example, capsys):
     arguments = ["--json", "--compare", "--max-tokens", "24"]
     assert example.main([*arguments, "--draft-quantization", "int8"]) == 0

@@ -110,6 +110,7 @@ def test_train_export_evaluate(main, target, generated, tmp_path):
     assert config["aux_hidden_state_layer_ids"] == [1, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_new_dflash2_draft(main, capsys, target, generated, tmp_path):
     options = common(target, generated)
     second = ["--run", "second", "--dflash2"]

@@ -221,7 +221,7 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    static_cache: AttentionCache,
+    static_cache: AttentionCache | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
@@ -250,7 +250,15 @@ def attention_forward(
 
     Raises:
         ValueError: an argument that would change the result and is not supported.
+        RuntimeError: the module keeps its keyword arguments to itself, so that the
+            cache does not arrive.
     """
+    if static_cache is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: expected the layer to hand on its keyword "
+            "arguments to its attention function, got none. This architecture is not "
+            "supported."
+        )
     meant = {name for name, argument in others.items() if argument is not None}
     if unknown := sorted(meant - _HARMLESS):
         raise ValueError(
