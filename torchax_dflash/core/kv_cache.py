@@ -127,10 +127,15 @@ def slot_mapping_of(
     Returns:
         int32 [B, R], in 0 … num_slots (that last one drops the row).
     """
-    page_index = jnp.clip(positions // pool.page_size, 0, block_table.shape[1] - 1)
-    pages = jnp.take_along_axis(block_table, page_index, axis=1)
-    slots = pages * pool.page_size + positions % pool.page_size
+    slots = slots_at(block_table, positions, pool.page_size)
     return jnp.where(valid, slots, pool.num_slots)
+
+
+def slots_at(block_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
+    """Slots of `positions`, int32 [B, R], by a block table [B, pages]."""
+    page_index = jnp.clip(positions // page_size, 0, block_table.shape[1] - 1)
+    pages = jnp.take_along_axis(block_table, page_index, axis=1)
+    return pages * page_size + positions % page_size
 
 
 @dataclass(eq=False)

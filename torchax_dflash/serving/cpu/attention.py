@@ -24,9 +24,8 @@ from tpu_inference.kernels.ragged_paged_attention.v3.kernel_hd64 import (
 )
 
 from torchax_dflash.core.attention import Attend, RunningSoftmax, capped, sees
+from torchax_dflash.core.kv_cache import slots_at
 from torchax_dflash.serving.flat_rows import flat_rows
-
-_TILE = 128
 
 
 def _split(rows: jax.Array, heads: int, dim: int) -> tuple[jax.Array, jax.Array]:
@@ -56,6 +55,7 @@ def _attention(
     *,
     merge: Callable[..., jax.Array],
     split: Callable[..., tuple[jax.Array, jax.Array]],
+    tile: int = 128,
     use_causal_mask: bool = True,
     update_kv_cache: bool = True,
     sm_scale: float = 1.0,
@@ -79,6 +79,7 @@ def _attention(
         attention_sink: [N], or None.
         merge: lays K and V out as the cache does.
         split: the other way.
+        tile: cache rows read at a time (static).
         use_causal_mask: see the kernels, as for the others.
         update_kv_cache: store K and V.
         sm_scale: factor on the scores.
@@ -102,15 +103,14 @@ def _attention(
 
     if update_kv_cache:
         num_slots = kv_cache.shape[0] * page_size
-        index = jnp.clip(positions // page_size, 0, tables.shape[1] - 1)
-        slots = tables[request, index] * page_size + positions % page_size
+        slots = slots_at(tables[request], positions[:, None], page_size)[:, 0]
         slots = jnp.where(rows.exists & (positions >= 0), slots, num_slots)
         flat = kv_cache.reshape(num_slots, *kv_cache.shape[2:])
         new = merge(keys, values).astype(kv_cache.dtype)
         kv_cache = flat.at[slots].set(new, mode="drop").reshape(kv_cache.shape)
 
     causal = Attend(0, sm_scale, True, sliding_window, soft_cap)
-    pages_per_tile = max(1, _TILE // page_size)
+    pages_per_tile = max(1, tile // page_size)
     tile = pages_per_tile * page_size
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_tile)))
     grouped = queries.astype(jnp.float32).reshape(tokens, heads, -1, dim)
